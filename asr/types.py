@@ -1,0 +1,74 @@
+"""The small types that one stage of the pipeline hands to the next.
+
+Shape legend, used as a suffix of tensor names across the project:
+
+    B  utterances in a batch      U  tokens of a transcript
+    T  frames                     V  vocabulary size
+    F  mel bins                   D  width of a representation
+
+A mask is True on valid positions. Lengths are int64 and count frames or tokens, never padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Batch:
+    """Utterances as the loader delivers them, in one order across all fields.
+
+    ids: names of the utterances.
+    features: (B, T, F) float32 log-mel features, before normalisation and augmentation.
+    feature_lens: (B,) valid frames.
+    tokens: (B, U) int64 token ids without blank, padded with 0 (which is also blank: use the lengths).
+    token_lens: (B,) valid tokens.
+    texts: normalised transcripts.
+    speakers: who speaks, "" where unknown.
+    audio_seconds: seconds of audio in the batch, without padding.
+    """
+
+    ids: list[str]
+    features: Tensor
+    feature_lens: Tensor
+    tokens: Tensor
+    token_lens: Tensor
+    texts: list[str]
+    speakers: list[str] = field(default_factory=list)
+    audio_seconds: float = 0.0
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch with its tensors on `device`."""
+        moved = {
+            name: getattr(self, name).to(device, non_blocking=True)
+            for name in ("features", "feature_lens", "tokens", "token_lens")
+        }
+        return replace(self, **moved)
+
+
+@dataclass
+class Encoded:
+    """What an encoder makes of a batch: frames (B, T, D) and their valid lengths (B,)."""
+
+    frames: Tensor
+    lens: Tensor
+
+
+@dataclass
+class Hypothesis:
+    """One decoded utterance.
+
+    tokens: token ids, no blank, no start or end symbols.
+    frames: for every token the encoder frame that emitted it.
+    score: log-probability of the hypothesis under the search's own model (higher is better).
+    """
+
+    tokens: list[int]
+    frames: list[int]
+    score: float
