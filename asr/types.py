@@ -29,6 +29,7 @@ class Batch:
     texts: normalised transcripts.
     speakers: who speaks, "" where unknown.
     audio_seconds: seconds of audio in the batch, without padding.
+    skipped: (id, reason) of utterances that belong here and could not be read.
     """
 
     ids: list[str]
@@ -39,6 +40,7 @@ class Batch:
     texts: list[str]
     speakers: list[str] = field(default_factory=list)
     audio_seconds: float = 0.0
+    skipped: list[tuple[str, str]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -1,0 +1,327 @@
+"""The run's settings as dataclasses, and the check that stands before every run.
+
+Parts of the model are chosen by `_target_` in YAML and checked against the signature of what they name.
+Everything else is a key of the dataclasses below, so a misspelt key is found before any data is touched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import inspect
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+ALLOWED_PREFIXES = ("asr.", "recipes.", "torch.")
+
+
+class Precision(str, Enum):
+    """How numbers are held; `auto` is amp_bf16 on a GPU and fp32 on a CPU."""
+
+    auto = "auto"
+    fp32 = "fp32"
+    amp_fp16 = "amp_fp16"
+    amp_bf16 = "amp_bf16"
+    bf16 = "bf16"
+
+
+class Resume(str, Enum):
+    """auto: continue when `run_dir` holds checkpoints; true: insist on it; false: refuse such a folder."""
+
+    auto = "auto"
+    true = "true"
+    false = "false"
+
+
+class InitMode(str, Enum):
+    """Initialisation of the weights; none and null leave what PyTorch does."""
+
+    none = "none"
+    xavier_uniform = "xavier_uniform"
+    xavier_normal = "xavier_normal"
+    kaiming_uniform = "kaiming_uniform"
+    kaiming_normal = "kaiming_normal"
+    tds_uniform = "tds_uniform"
+    tds_normal = "tds_normal"
+    trunc_normal = "trunc_normal"
+
+
+class CheckpointChoice(str, Enum):
+    """Which epochs are averaged: the last ones before `epoch`, or the best on the dev set."""
+
+    last = "last"
+    best = "best"
+
+
+@dataclass
+class TrainerSettings:
+    """Knobs of the training loop. Steps are optimiser steps; intervals of null mean once an epoch."""
+
+    max_epochs: int = 30
+    max_steps: int | None = None
+    accumulate: int = 1
+    clip_norm: float = 5.0
+    log_every: int = 10
+    valid_every: int | None = None
+    save_every: int | None = None
+    keep_last: int = 30
+    average_period: int = 10
+    max_skipped: int = 30
+    initial_grad_scale: float = 65536.0
+    num_threads: int | None = None
+    progress: bool = True
+    pictures: bool = True
+
+
+@dataclass
+class DataSettings:
+    """Where utterances come from and how they are put into batches. Durations are seconds of audio."""
+
+    name: str = "custom"
+    prepared_dir: str = "data/prepared/custom"
+    corpus: dict[str, Any] = field(default_factory=dict)
+    train: str | None = None
+    dev: str | None = None
+    test: str | None = None
+    min_duration: float = 0.3
+    max_utterance: float = 20.0
+    max_duration: float = 100.0
+    num_buckets: int = 30
+    num_workers: int = 1
+    num_jobs: int = 2
+    speed_factors: list[float] = field(default_factory=lambda: [1.0])
+    volume_range: list[float] | None = None
+    noise: str | None = None
+    noise_snr: list[float] = field(default_factory=lambda: [10.0, 20.0])
+    noise_probability: float = 0.5
+
+
+@dataclass
+class TrainSettings:
+    """Everything that `python train.py key=value` may set."""
+
+    name: str = "run"
+    seed: int = 42
+    precision: Precision = Precision.auto
+    device: str = "auto"
+    init_mode: InitMode | None = None
+    run_dir: str | None = None
+    resume: Resume = Resume.auto
+    data: DataSettings = field(default_factory=DataSettings)
+    trainer: TrainerSettings = field(default_factory=TrainerSettings)
+    tokenizer: dict[str, Any] = field(default_factory=dict)
+    features: dict[str, Any] = field(default_factory=dict)
+    augment: dict[str, Any] = field(default_factory=dict)
+    encoder: dict[str, Any] = field(default_factory=dict)
+    head: dict[str, Any] = field(default_factory=dict)
+    optim: dict[str, Any] = field(default_factory=dict)
+    schedule: dict[str, Any] = field(default_factory=dict)
+    search: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class DecodeDataSettings:
+    """What to decode: by default every test set of the run; `test` names another one."""
+
+    test: str | None = None
+    sets: list[str] | None = None
+    max_duration: float = 200.0
+    num_workers: int = 1
+
+
+@dataclass
+class DecodeSettings:
+    """Everything that `python decode.py key=value` may set. `avg` is a number or `auto` (best on dev)."""
+
+    run_dir: str = "???"
+    epoch: int | None = None
+    iter: int | None = None
+    avg: Any = 1
+    use_averaged_model: bool = True
+    select: CheckpointChoice = CheckpointChoice.last
+    method: str | None = None
+    search: dict[str, Any] = field(default_factory=dict)
+    precision: Precision = Precision.fp32
+    device: str = "auto"
+    data: DecodeDataSettings = field(default_factory=DecodeDataSettings)
+
+
+class ConfigError(ValueError):
+    """Every fault of a configuration, one a line."""
+
+    def __init__(self, faults: list[str]):
+        count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
+        super().__init__(f"{count} in the configuration:\n" + "\n".join(f"  - {fault}" for fault in faults))
+        self.faults = faults
+
+
+# What build passes to a part itself, so YAML need not (and must not) give it.
+PASSED_BY_BUILD = {
+    "tokenizer": {"texts"},
+    "features.normalise": {"num_mel_bins"},
+    "features.fbank": set(),
+    "augment": set(),
+    "encoder": {"input_dim"},
+    "head": {"input_dim", "vocab_size", "blank_id"},
+    "optim": {"params"},
+    "schedule": {"total_steps"},
+    "search": {"head", "encoded"},
+    "data.corpus": set(),
+}
+
+
+def check(cfg: DictConfig, schema: type = TrainSettings) -> Any:
+    """Resolve `cfg` and hold it against `schema`, an instance of which is returned.
+
+    Raises ConfigError that names every fault at once: the key, its value, what is allowed, the nearest right key.
+    """
+    faults: list[str] = []
+    try:
+        plain = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=False)
+    except OmegaConfBaseException as error:
+        raise ConfigError([f"{error.full_key or 'configuration'}: {str(error).splitlines()[0]}"]) from None
+    assert isinstance(plain, dict)
+    settings = _fill(schema, plain, "", faults)
+    if schema is TrainSettings and not faults:
+        _check_parts(plain, faults)
+        _check_train_rules(settings, faults)
+    if schema is DecodeSettings and not faults:
+        _check_decode_rules(settings, faults)
+    if faults:
+        raise ConfigError(faults)
+    return settings
+
+
+def _nearest(key: str, allowed: list[str]) -> str:
+    close = difflib.get_close_matches(key, allowed, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else f"; known keys: {', '.join(sorted(allowed))}"
+
+
+def _fill(schema: type, values: dict, prefix: str, faults: list[str]) -> Any:
+    """An instance of the dataclass `schema` from a plain dict, with faults collected instead of raised."""
+    typed = OmegaConf.structured(schema)
+    defaults = schema()
+    known = {f.name: getattr(defaults, f.name) for f in dataclasses.fields(schema)}
+    filled = {}
+    for key, value in values.items():
+        full = f"{prefix}{key}"
+        if key not in known:
+            faults.append(f"{full}={value!r}: no such key{_nearest(str(key), list(known))}")
+        elif value == "???":
+            faults.append(f"{full}: a value is required, as in {full}=...")
+        elif dataclasses.is_dataclass(known[key]):
+            if isinstance(value, dict):
+                filled[key] = _fill(type(known[key]), value, f"{full}.", faults)
+            else:
+                faults.append(f"{full}={value!r}: a group of keys is expected here")
+        else:
+            try:
+                # Hydra turns `true` into a bool and the enum of `resume` wants its name.
+                typed[key] = str(value).lower() if isinstance(value, bool) and key == "resume" else value
+                filled[key] = _plain(typed[key])
+            except OmegaConfBaseException as error:
+                faults.append(f"{full}={value!r}: {str(error).splitlines()[0]}")
+    return schema(**filled)
+
+
+def _plain(value: Any) -> Any:
+    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+
+
+def _check_parts(plain: dict, faults: list[str]) -> None:
+    for place, passed in PASSED_BY_BUILD.items():
+        node: Any = plain
+        for key in place.split("."):
+            node = node.get(key) if isinstance(node, dict) else None
+        if place == "data.corpus" and not node:
+            continue
+        if not isinstance(node, dict) or "_target_" not in node:
+            faults.append(f"{place}: choose one, as in {place.split('.')[0]}=NAME (it needs a _target_)")
+            continue
+        _check_target(place, node, passed, faults)
+
+
+def _check_target(place: str, node: dict, passed: set[str], faults: list[str]) -> None:
+    target = node["_target_"]
+    if not str(target).startswith(ALLOWED_PREFIXES):
+        faults.append(f"{place}._target_={target!r}: only {', '.join(ALLOWED_PREFIXES)} may be named here")
+        return
+    try:
+        callee = locate(target)
+    except (ImportError, AttributeError) as error:
+        faults.append(f"{place}._target_={target!r}: cannot be imported ({error})")
+        return
+    parameters = inspect.signature(callee).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    given = {key for key in node if not (key.startswith("_") and key.endswith("_"))}
+    allowed = [name for name in parameters if name not in passed]
+    for key in sorted(given - set(allowed)):
+        faults.append(f"{place}.{key}={node[key]!r}: {target} takes no such argument{_nearest(key, allowed)}")
+    for name, parameter in parameters.items():
+        optional = parameter.default is not parameter.empty or parameter.kind is parameter.VAR_POSITIONAL
+        if not optional and name not in given and name not in passed:
+            faults.append(f"{place}.{name}: required by {target}")
+
+
+def locate(target: str) -> Any:
+    """The object a dotted path names. Raises ImportError or AttributeError."""
+    module, _, attribute = target.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _check_train_rules(settings: TrainSettings, faults: list[str]) -> None:
+    trainer, data = settings.trainer, settings.data
+    positive = {
+        "trainer.max_epochs": trainer.max_epochs,
+        "trainer.max_steps": trainer.max_steps,
+        "trainer.accumulate": trainer.accumulate,
+        "trainer.clip_norm": trainer.clip_norm,
+        "trainer.log_every": trainer.log_every,
+        "trainer.valid_every": trainer.valid_every,
+        "trainer.save_every": trainer.save_every,
+        "trainer.keep_last": trainer.keep_last,
+        "trainer.average_period": trainer.average_period,
+        "trainer.max_skipped": trainer.max_skipped,
+        "data.max_duration": data.max_duration,
+        "data.max_utterance": data.max_utterance,
+        "data.num_buckets": data.num_buckets,
+        "data.num_jobs": data.num_jobs,
+    }
+    faults += [f"{key}={value}: must be above 0" for key, value in positive.items() if value is not None and value <= 0]
+    if data.num_workers < 0:
+        faults.append(f"data.num_workers={data.num_workers}: must be 0 or more")
+    if data.min_duration >= data.max_utterance:
+        faults.append(f"data.min_duration={data.min_duration}: must be below data.max_utterance={data.max_utterance}")
+    if not data.speed_factors or any(not 0.5 <= factor <= 2.0 for factor in data.speed_factors):
+        faults.append(f"data.speed_factors={data.speed_factors}: factors between 0.5 and 2 are expected, as in [0.9,1.0,1.1]")
+    for key, pair in (("data.volume_range", data.volume_range), ("data.noise_snr", data.noise_snr)):
+        if pair is not None and (len(pair) != 2 or pair[0] > pair[1]):
+            faults.append(f"{key}={pair}: a pair [low,high] is expected")
+    if trainer.save_every and trainer.save_every < trainer.average_period:
+        faults.append(
+            f"trainer.save_every={trainer.save_every}: must be at least trainer.average_period={trainer.average_period}"
+        )
+    if not data.corpus and not data.train:
+        faults.append("data.train: give your training data, as in data=custom data.train=my.tsv")
+    search_name = str(settings.search.get("_target_", "")).rpartition(".")[2]
+    searches = getattr(locate(settings.head["_target_"]), "searches", ())
+    if searches and search_name not in searches:
+        faults.append(f"search={search_name}: head {settings.head['_target_']} offers {', '.join(searches)}")
+
+
+def _check_decode_rules(settings: DecodeSettings, faults: list[str]) -> None:
+    avg = settings.avg
+    if avg != "auto" and not (isinstance(avg, int) and avg >= 1):
+        faults.append(f"avg={avg!r}: a whole number from 1, or auto (the best on the dev set)")
+    if settings.epoch is not None and settings.iter is not None:
+        faults.append(f"iter={settings.iter}: give epoch or iter, not both")
+    if settings.precision not in (Precision.fp32, Precision.amp_bf16, Precision.amp_fp16):
+        faults.append(f"precision={settings.precision.value}: decoding knows fp32, amp_fp16 and amp_bf16")
+    if settings.data.max_duration <= 0:
+        faults.append(f"data.max_duration={settings.data.max_duration}: must be above 0")

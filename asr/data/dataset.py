@@ -1,0 +1,124 @@
+"""Cuts -> Batch: audio is read, perturbed and turned into features here, in the loader's workers."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from lhotse.cut import Cut
+from torch import Tensor
+
+from asr.data.cuts import load_audio
+from asr.types import Batch
+
+
+class TextEncoder(Protocol):
+    """What the dataset needs of a tokenizer."""
+
+    normaliser: Callable[[str], str]
+
+    def encode(self, text: str) -> list[int]: ...
+
+
+# A change of the waveform: (samples, generator of this cut and epoch) -> samples.
+WaveformAugment = Callable[[Tensor, random.Random], Tensor]
+
+
+class SpeechDataset(torch.utils.data.Dataset):
+    """Maps (cuts, epoch) to a Batch.
+
+    What is random depends on the seed, the epoch and the cut's id alone, so neither the number of workers nor a
+    resumed run changes it. A cut that cannot be read is left out and named in `Batch.skipped`.
+
+    Args:
+        extract: samples (N,) in [-1, 1] at 16 kHz -> (T, F) features.
+        num_mel_bins: F, needed for a batch of which nothing could be read.
+        tokenizer: text -> token ids.
+        seed: of the augmentation.
+        waveform_augments: applied in order; empty outside training.
+    """
+
+    def __init__(
+        self,
+        extract: Callable[[Tensor], Tensor],
+        num_mel_bins: int,
+        tokenizer: TextEncoder,
+        seed: int = 0,
+        waveform_augments: tuple[WaveformAugment, ...] = (),
+    ):
+        self.extract = extract
+        self.num_mel_bins = num_mel_bins
+        self.tokenizer = tokenizer
+        self.seed = seed
+        self.waveform_augments = waveform_augments
+
+    def __getitem__(self, item: tuple[list[Cut], int]) -> Batch:
+        cuts, epoch = item
+        with one_thread():
+            return self._batch(cuts, epoch)
+
+    def _batch(self, cuts: list[Cut], epoch: int) -> Batch:
+        read: list[tuple[Cut, Tensor]] = []
+        skipped: list[tuple[str, str]] = []
+        for cut in cuts:
+            try:
+                features = self._features(cut, epoch)
+            except ValueError as error:
+                skipped.append((cut.id, str(error)))
+                continue
+            if features.isfinite().all():
+                read.append((cut, features))
+            else:
+                skipped.append((cut.id, "its audio gives features that are not finite"))
+        texts = [self.tokenizer.normaliser(_text(cut)) for cut, _ in read]
+        tokens = [torch.tensor(self.tokenizer.encode(text), dtype=torch.int64) for text in texts]
+        features_BTF, feature_lens_B = _pad([f for _, f in read], (self.num_mel_bins,))
+        tokens_BU, token_lens_B = _pad(tokens, ())
+        return Batch(
+            ids=[cut.id for cut, _ in read],
+            features=features_BTF,
+            feature_lens=feature_lens_B,
+            tokens=tokens_BU.long(),
+            token_lens=token_lens_B,
+            texts=texts,
+            speakers=[cut.supervisions[0].speaker or "" for cut, _ in read],
+            audio_seconds=float(sum(cut.duration for cut, _ in read)),
+            skipped=skipped,
+        )
+
+    def _features(self, cut: Cut, epoch: int) -> Tensor:
+        samples = torch.from_numpy(load_audio(cut))
+        if self.waveform_augments:
+            generator = random.Random(zlib.crc32(f"{self.seed} {epoch} {cut.id}".encode()))
+            for augment in self.waveform_augments:
+                samples = augment(samples, generator)
+        return self.extract(samples)
+
+
+def _text(cut: Cut) -> str:
+    return cut.supervisions[0].text or ""
+
+
+def _pad(items: list[Tensor], tail: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Items (L, *tail) of different lengths -> (B, max L, *tail) with zeros after them, and their lengths (B,)."""
+    lens = torch.tensor([len(item) for item in items], dtype=torch.int64)
+    longest = int(lens.max()) if items else 0
+    padded = torch.zeros(len(items), longest, *tail, dtype=items[0].dtype if items else torch.float32)
+    for row, item in zip(padded, items, strict=True):
+        row[: len(item)] = item
+    return padded, lens
+
+
+@contextmanager
+def one_thread():
+    """Feature extraction on several threads of a busy machine is many times slower than on one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,87 @@
+"""Learning rate schedules: functions of the step, so that a resumed run needs no state of theirs.
+
+Every schedule maps a 1-based optimiser step to a factor on the optimiser's own learning rate.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+
+
+class Schedule(Protocol):
+    """Factor on the base learning rate at a 1-based step."""
+
+    def factor(self, step: int) -> float: ...
+
+
+class Constant:
+    """Linear warm-up, then 1."""
+
+    def __init__(self, warmup_steps: int = 0):
+        self.warmup_steps = warmup_steps
+
+    def factor(self, step: int) -> float:
+        return min(1.0, step / max(1, self.warmup_steps))
+
+
+class WarmupCosine:
+    """Linear warm-up, then half a cosine down to `final_factor` at `total_steps`."""
+
+    def __init__(self, total_steps: int, warmup_steps: int = 500, final_factor: float = 0.01):
+        # A run shorter than its warm-up would never reach its learning rate.
+        self.warmup_steps = max(1, min(warmup_steps, total_steps // 3))
+        self.total_steps = max(total_steps, self.warmup_steps + 1)
+        self.final_factor = final_factor
+
+    def factor(self, step: int) -> float:
+        if step < self.warmup_steps:
+            return step / self.warmup_steps
+        progress = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
+        return self.final_factor + (1 - self.final_factor) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+class WarmupHoldDecay:
+    """Linear warm-up, a constant stretch, then exponential decay to `final_factor` (the tri-stage schedule)."""
+
+    def __init__(
+        self, total_steps: int, warmup_share: float = 0.1, hold_share: float = 0.4, final_factor: float = 0.02
+    ):
+        if warmup_share + hold_share >= 1:
+            raise ValueError(f"warmup_share={warmup_share} and hold_share={hold_share} must leave room for the decay")
+        self.warmup_steps = max(1, round(warmup_share * total_steps))
+        self.hold_until = self.warmup_steps + round(hold_share * total_steps)
+        self.total_steps = max(total_steps, self.hold_until + 1)
+        self.final_factor = final_factor
+
+    def factor(self, step: int) -> float:
+        if step < self.warmup_steps:
+            return step / self.warmup_steps
+        if step < self.hold_until:
+            return 1.0
+        progress = min(1.0, (step - self.hold_until) / (self.total_steps - self.hold_until))
+        return self.final_factor**progress
+
+
+class WarmupInverseSqrt:
+    """Linear warm-up, then decay with the inverse square root of the step (Noam; WeNet's WarmupLR).
+
+    The factor is 1 at `warmup_steps`.
+    """
+
+    def __init__(self, warmup_steps: int = 25000):
+        self.warmup_steps = max(1, warmup_steps)
+
+    def factor(self, step: int) -> float:
+        step = max(1, step)
+        return self.warmup_steps**0.5 * min(step**-0.5, step * self.warmup_steps**-1.5)
+
+
+def apply_schedule(optimizer: torch.optim.Optimizer, schedule: Schedule, step: int) -> float:
+    """Set the learning rate of every group for `step`; the first group's is returned."""
+    factor = schedule.factor(step)
+    for group in optimizer.param_groups:
+        group["lr"] = group.setdefault("base_lr", group["lr"]) * factor
+    return optimizer.param_groups[0]["lr"]
