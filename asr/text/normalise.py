@@ -28,7 +28,7 @@ class Normaliser:
     case: "keep", "lower" or "upper".
     width: "half" turns full-width ASCII (U+FF01 to U+FF5E) into ASCII, "keep" leaves it.
     punctuation: "remove" turns every character of Unicode category P into a space, except an apostrophe between two
-        letters or digits, which stays and is written "'" ("don’t" -> "don't", "'tis" -> "tis"). Symbols such as "$" stay.
+        letters or digits, which stays and is written "'" ("don’t" -> "don't", "'tis" -> "tis"). "$" and "+" stay.
 
     Always: BOM, zero-width, other format and control characters and lone surrogates (Unicode categories Cf, Cc, Cs)
     vanish; every run of Unicode white space, line ends included, becomes one space; the ends are trimmed.
