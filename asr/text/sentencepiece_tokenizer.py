@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import sentencepiece
@@ -49,7 +50,7 @@ class SentencePieceTokenizer(TableTokenizer):
                 surfaces.append(bytes([int(piece[3:5], 16)]))
             else:
                 tokens.append(escape(piece))
-                surfaces.append(piece.replace(SPACE_MARK, " ").replace(_WRITTEN_MARK, SPACE_MARK).encode())
+                surfaces.append(piece.replace(SPACE_MARK, " ").encode())
         super().__init__(tokens, surfaces, normaliser, unk, sos_eos)
 
     @classmethod
@@ -97,6 +98,9 @@ class SentencePieceTokenizer(TableTokenizer):
     def from_state(cls, state: dict[str, Any]) -> SentencePieceTokenizer:
         model = bytes(state["model"].cpu().numpy())
         return cls(state["kind"], model, Normaliser.of(state["normaliser"]), state["unk"], state["sos_eos"])
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return super().decode(ids).replace(_WRITTEN_MARK, SPACE_MARK)
 
     def encode_normalised(self, text: str) -> list[int]:
         pieces = self._processor.encode(text.replace(SPACE_MARK, _WRITTEN_MARK))
