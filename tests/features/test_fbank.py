@@ -64,7 +64,7 @@ def test_a_sweep_where_most_bins_hold_only_rounding_errors_is_as_exact_as_float3
     samples = sweep(48000)
     exact = reference(samples, precise=True)
     error, usual_error = (Fbank()(samples) - exact).abs(), (reference(samples) - exact).abs()
-    assert error.max() < 2 * usual_error.max() and error.mean() < 1e-4
+    assert error.max() < 2 * usual_error.max() and error.mean() < 2 * usual_error.mean()
 
 
 @pytest.mark.skipif(not AN4.is_dir(), reason=f"needs real speech in {AN4}")
