@@ -37,7 +37,9 @@ def main() -> None:
 
     missing = sorted(refs.keys() - hyps.keys())
     if missing:
-        print(format_summary(scored, unit))
+        shown = ", ".join(missing[:NUM_SHOWN])
+        print(f"warning: {len(missing)} of {len(refs)} hypotheses are missing: {shown}", file=sys.stderr)
+    print(format_summary(scored, unit))
     for kind, pairs in confusion_counts(scored).items():
         shown = ", ".join(f"{ref or '*'} -> {hyp or '*'} ({times})" for (ref, hyp), times in pairs[:NUM_SHOWN])
         if shown:
