@@ -1,0 +1,278 @@
+"""Markdown tables from run folders, in the two forms in which results are published."""
+
+from __future__ import annotations
+
+import difflib
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from asr.scoring.files import format_rate, read_recogs
+from asr.scoring.runs import Decoded, Run, Setting, settings_of
+from asr.scoring.wer import compare
+
+SEED_KEY = "seed"
+MAX_SHOWN_KEYS = 4
+NO_RESULTS = "no decode results"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that share a row: one run, or several that differ by seed alone."""
+
+    label: str
+    runs: list[Run]
+
+    def settings(self) -> list[Setting | None]:
+        """How its sets were decoded, in a fixed order; [None] where nothing was."""
+        found = {decoded.setting for run in self.runs for decoded in run.decoded}
+        return sorted(found, key=str) or [None]
+
+    def results(self, set_name: str, setting: Setting | None) -> list[dict[str, Any]]:
+        return [
+            decoded.result
+            for run in self.runs
+            for decoded in run.decoded
+            if decoded.set_name == set_name and decoded.setting == setting
+        ]
+
+
+def make_report(runs: list[Run], by: str | None = None, loss: bool = False) -> str:
+    """The report of `runs` in Markdown: both tables, the comparison of two runs, and notes on what is missing.
+
+    by: dotted config key that leads the rows; runs that differ by seed alone share a row as mean and spread.
+    loss: adds the mean training loss of epochs 1 and 2.
+    Raises ValueError for a key that no run's config holds, naming near ones.
+    """
+    groups = group_runs(runs, by)
+    sections = [training_table(groups, loss), model_table(groups)]
+    if len(runs) == 2:
+        sections.append(compare_runs(*runs))
+    sections.append(notes(runs))
+    return "\n\n".join(filter(None, sections)) + "\n"
+
+
+def group_runs(runs: list[Run], by: str | None = None) -> list[Group]:
+    """One group per run, or with `by` one per configuration apart from the seed, in the order of that key's values."""
+    if by is None:
+        return _labelled([[run] for run in runs], None)
+    values = {id(run): _value_at(run.config, by) for run in runs}
+    if all(value is None for value in values.values()):
+        keys = sorted({key for run in runs for key in settings_of(run)})
+        near = difflib.get_close_matches(by, keys, n=3) or keys[:10]
+        raise ValueError(f"--by {by}: no run's config.yaml holds this key; near ones: {', '.join(near) or 'none'}")
+    members: dict[str, list[Run]] = {}
+    for run in runs:
+        flat = settings_of(run)
+        if by != SEED_KEY:
+            flat.pop(SEED_KEY, None)
+        identity = repr((run.name, sorted((key, repr(value)) for key, value in flat.items())))
+        members.setdefault(identity if run.config else str(run.folder), []).append(run)
+    ordered = sorted(members.values(), key=lambda group: _sort_key(values[id(group[0])]))
+    return _labelled(ordered, by)
+
+
+def training_table(groups: list[Group], loss: bool = False) -> str:
+    """Training config, WER of every set, peak memory, time per epoch, and on request the first losses."""
+    sets, shared = _set_names(groups), _shared_setting(groups)
+    rates = [f"WER {name}" for name in sets] or ["WER"]
+    header = ["training config", *rates, "peak memory", "time per epoch"]
+    header += ["train loss, epoch 1", "train loss, epoch 2"] if loss else []
+    rows = []
+    for group in groups:
+        seconds = [value for run in group.runs for value in run.training.get("seconds_per_epoch", [])]
+        memory = max(_numbers(group.runs, "peak_memory_bytes"), default=None)
+        facts = [_format_bytes(memory), _format_seconds(statistics.fmean(seconds) if seconds else None)]
+        facts += [_loss_cell(group, epoch) for epoch in (1, 2)] if loss else []
+        for setting in group.settings():
+            label = group.label if shared or setting is None else f"{group.label} ({setting})"
+            rows.append([label, *_rate_cells(group, sets, setting), *facts])
+    caption = "WER in percent with its 95% interval; several seeds as mean ± standard deviation."
+    return f"{_table(header, rows)}\n\n{caption}{f' Decoded with {shared}.' if shared else ''}"
+
+
+def model_table(groups: list[Group]) -> str:
+    """Model, WER of every set, and how it was decoded."""
+    sets = _set_names(groups)
+    rows = []
+    for group in groups:
+        parameters = max(_numbers(group.runs, "num_parameters"), default=None)
+        label = group.label if parameters is None else f"{group.label}, {parameters / 1e6:.2f} M parameters"
+        for setting in group.settings():
+            rows.append([label, *_rate_cells(group, sets, setting), str(setting or "")])
+    return _table(["model", *(sets or ["WER"]), "comment"], rows)
+
+
+def compare_runs(a: Run, b: Run) -> str:
+    """Paired bootstrap of two runs on every set that both decoded in the same way.
+
+    Where a set was decoded by one method in both runs, but once each and from other checkpoints, these are compared.
+    """
+    label_a, label_b = (group.label for group in group_runs([a, b]))
+    lines = []
+    for first, second in _common(a, b):
+        title = f"{first.set_name}, {first.setting}"
+        if first.setting != second.setting:
+            title += f" against {second.setting}"
+        try:
+            found = compare(read_recogs(first.folder / "recogs.txt"), read_recogs(second.folder / "recogs.txt"))
+        except (ValueError, OSError) as error:
+            lines.append(f"- {title}: not comparable: {error}")
+            continue
+        low, high = found.ci95
+        lines.append(
+            f"- {title}: A {found.rate_a:.2f}, B {found.rate_b:.2f}, difference {found.difference:+.2f} "
+            f"[{low:+.2f}, {high:+.2f}], probability that A is better {found.probability_a_better:.3f}"
+        )
+    lines = lines or ["- no set was decoded in the same way by both"]
+    return "\n".join([f"Paired bootstrap, A = {label_a}, B = {label_b}:", "", *lines])
+
+
+def notes(runs: Iterable[Run]) -> str:
+    """What a reader of the tables must know of single runs: failures, missing results, damaged files, skipped steps."""
+    lines = []
+    for run in runs:
+        remarks = [] if run.status == "finished" else [run.status]
+        remarks += [] if run.decoded else [NO_RESULTS]
+        skipped = run.training.get("skipped_steps")
+        remarks += [f"{skipped} skipped steps"] if skipped else []
+        remarks += run.faults
+        if remarks:
+            lines.append(f"- {run.folder}: {'; '.join(remarks)}")
+    return "\n".join(["Notes:", "", *lines]) if lines else ""
+
+
+def _labelled(groups: list[list[Run]], by: str | None) -> list[Group]:
+    """Names every group by experiment, by the key asked for, and by the settings in which the groups differ."""
+    flats = [settings_of(group[0]) for group in groups if group[0].config]
+    keys = sorted({key for flat in flats for key in flat})
+    differing = [key for key in keys if len({repr(flat.get(key)) for flat in flats}) > 1]
+    if by is not None:
+        differing = [key for key in differing if key not in (by, SEED_KEY) and not key.startswith(f"{by}.")]
+    labels = []
+    for group in groups:
+        run = group[0]
+        flat = settings_of(run)
+        parts = [run.name]
+        if by is not None:
+            parts.append(f"{by}={_show(_value_at(run.config, by))}")
+        if run.config:
+            parts += [f"{key}={_show(flat.get(key))}" for key in differing[:MAX_SHOWN_KEYS]]
+            parts += ["..."] if len(differing) > MAX_SHOWN_KEYS else []
+        labels.append(", ".join(parts))
+    made = []
+    for label, group in zip(labels, groups, strict=True):
+        unique = label if labels.count(label) == 1 else f"{label}, {group[0].folder.name}"
+        made.append(Group(unique + _standing(group), group))
+    return made
+
+
+def _standing(group: list[Run]) -> str:
+    """How many runs stand in the row, and which of them did not finish."""
+    unfinished = [run.status for run in group if run.status != "finished"]
+    if len(group) == 1:
+        return f" ({unfinished[0]})" if unfinished else ""
+    counts = [f"{unfinished.count(status)} {status}" for status in sorted(set(unfinished))]
+    missing = sum(not run.decoded for run in group)
+    counts += [f"{missing} without decode results"] if missing else []
+    return f" ({', '.join([f'{len(group)} runs', *counts])})"
+
+
+def _rate_cells(group: Group, sets: list[str], setting: Setting | None) -> list[str]:
+    if setting is None:
+        return [NO_RESULTS] * max(len(sets), 1)
+    return [_rate_cell(group.results(name, setting), len(group.runs)) for name in sets]
+
+
+def _rate_cell(results: list[dict[str, Any]], num_runs: int) -> str:
+    rates = [result["wer"] for result in results if result.get("wer") is not None]
+    if not results:
+        return "-"
+    if len(rates) > 1:
+        return f"{_spread(rates, format_rate)} (n={len(rates)})"
+    if not rates:
+        return format_rate(None)
+    interval = next((result.get("wer_ci95") for result in results if result.get("wer") is not None), None)
+    cell = format_rate(rates[0]) + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "")
+    return cell if num_runs == 1 else f"{cell} (n=1)"
+
+
+def _loss_cell(group: Group, epoch: int) -> str:
+    losses = [
+        entry["loss"]
+        for run in group.runs
+        for entry in run.training.get("train_loss", [])
+        if entry.get("epoch") == epoch and entry.get("loss") is not None
+    ]
+    return _spread(losses, "{:.4f}".format) if losses else "n/a"
+
+
+def _spread(values: list[float], form: Callable[[float], str]) -> str:
+    if len(values) == 1:
+        return form(values[0])
+    return f"{form(statistics.fmean(values))} ± {form(statistics.stdev(values))}"
+
+
+def _common(a: Run, b: Run) -> list[tuple[Decoded, Decoded]]:
+    pairs = [(x, y) for x in a.decoded for y in b.decoded if (x.set_name, x.setting) == (y.set_name, y.setting)]
+    paired = {(x.set_name, x.setting.method) for x, _ in pairs}
+    for key in sorted({(x.set_name, x.setting.method) for x in a.decoded} - paired):
+        ones, others = ([x for x in run.decoded if (x.set_name, x.setting.method) == key] for run in (a, b))
+        if len(ones) == len(others) == 1:
+            pairs.append((ones[0], others[0]))
+    return pairs
+
+
+def _set_names(groups: list[Group]) -> list[str]:
+    return sorted({decoded.set_name for group in groups for run in group.runs for decoded in run.decoded})
+
+
+def _shared_setting(groups: list[Group]) -> Setting | None:
+    """The setting of all decode results, if there is only one."""
+    settings = {setting for group in groups for setting in group.settings() if setting is not None}
+    return settings.pop() if len(settings) == 1 else None
+
+
+def _value_at(config: dict[str, Any], key: str) -> Any:
+    """The value of a dotted key; a component stands for the last part of its `_target_`; None where absent."""
+    value: Any = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    if isinstance(value, dict):
+        return str(value["_target_"]).rsplit(".", 1)[-1] if "_target_" in value else str(value)
+    return value
+
+
+def _sort_key(value: Any) -> tuple[int, float, str]:
+    """Numbers by size, then texts, then what is absent."""
+    if isinstance(value, (int, float)):
+        return (0, value, "")
+    return (1, 0, str(value)) if value is not None else (2, 0, "")
+
+
+def _show(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _numbers(runs: list[Run], key: str) -> list[float]:
+    return [run.training[key] for run in runs if run.training.get(key) is not None]
+
+
+def _format_bytes(number: float | None) -> str:
+    if number is None:
+        return "n/a"
+    return f"{number / 2**30:.2f} GiB" if number >= 2**30 else f"{number / 2**20:.0f} MiB"
+
+
+def _format_seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "n/a"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
