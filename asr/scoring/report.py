@@ -58,8 +58,8 @@ def group_runs(runs: list[Run], by: str | None = None) -> list[Group]:
     if by is None:
         return _labelled([[run] for run in runs], None)
     values = {id(run): _value_at(run.config, by) for run in runs}
-    if all(value is None for value in values.values()):
-        keys = sorted({key for run in runs for key in settings_of(run)})
+    keys = sorted({key for run in runs for key in settings_of(run)})
+    if not any(key == by or key.startswith(f"{by}.") for key in keys):
         near = difflib.get_close_matches(by, keys, n=3) or keys[:10]
         raise ValueError(f"--by {by}: no run's config.yaml holds this key; near ones: {', '.join(near) or 'none'}")
     members: dict[str, list[Run]] = {}

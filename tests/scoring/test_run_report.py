@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 from pathlib import Path
 from typing import Any
 
@@ -233,9 +232,14 @@ def test_unknown_keys_name_near_ones(tmp_path):
         make_report(find_runs([tmp_path]), by="precison")
 
 
+def test_a_key_without_value_is_a_key(tmp_path):
+    make_run(tmp_path / "r", {"init_mode": None})
+    first, _ = tables(make_report(find_runs([tmp_path]), by="init_mode"))
+    assert first[1][0] == "demo, init_mode=null"
+
+
 def test_order_follows_the_arguments(tmp_path):
     names = [f"run{number}" for number in (3, 20, 1)]
     paths = [make_run(tmp_path / name, {"lr": name}) for name in names]
     assert [run.folder for run in find_runs(paths)] == paths
-    random.shuffle(paths)
     assert [run.folder.name for run in find_runs([tmp_path])] == ["run1", "run3", "run20"]
