@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import zlib
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Protocol
@@ -12,6 +11,7 @@ import torch
 from lhotse.cut import Cut
 from torch import Tensor
 
+from asr.data.augment import cut_rng
 from asr.data.cuts import load_audio
 from asr.types import Batch
 
@@ -24,8 +24,8 @@ class TextEncoder(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
 
-# A change of the waveform: (samples, generator of this cut and epoch) -> samples.
-WaveformAugment = Callable[[Tensor, random.Random], Tensor]
+# A change of a cut's audio: (cut, generator of this cut and epoch) -> cut.
+CutAugment = Callable[[Cut, random.Random], Cut]
 
 
 class SpeechDataset(torch.utils.data.Dataset):
@@ -39,7 +39,7 @@ class SpeechDataset(torch.utils.data.Dataset):
         num_mel_bins: F, needed for a batch of which nothing could be read.
         tokenizer: text -> token ids.
         seed: of the augmentation.
-        waveform_augments: applied in order; empty outside training.
+        cut_augments: applied in order; empty outside training.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class SpeechDataset(torch.utils.data.Dataset):
         num_mel_bins: int,
         tokenizer: TextEncoder,
         seed: int = 0,
-        waveform_augments: tuple[WaveformAugment, ...] = (),
+        cut_augments: tuple[CutAugment, ...] = (),
     ):
         self.extract = extract
         self.num_mel_bins = num_mel_bins
         self.tokenizer = tokenizer
         self.seed = seed
-        self.waveform_augments = waveform_augments
+        self.cut_augments = cut_augments
 
     def __getitem__(self, item: tuple[list[Cut], int]) -> Batch:
         cuts, epoch = item
@@ -91,12 +91,11 @@ class SpeechDataset(torch.utils.data.Dataset):
         )
 
     def _features(self, cut: Cut, epoch: int) -> Tensor:
-        samples = torch.from_numpy(load_audio(cut))
-        if self.waveform_augments:
-            generator = random.Random(zlib.crc32(f"{self.seed} {epoch} {cut.id}".encode()))
-            for augment in self.waveform_augments:
-                samples = augment(samples, generator)
-        return self.extract(samples)
+        if self.cut_augments:
+            generator = cut_rng(self.seed, epoch, cut.id)
+            for augment in self.cut_augments:
+                cut = augment(cut, generator)
+        return self.extract(torch.from_numpy(load_audio(cut)))
 
 
 def _text(cut: Cut) -> str:

@@ -19,7 +19,7 @@ import pickle
 import random
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -76,13 +76,19 @@ class CheckpointFolder:
     def path(self, kind: str, number: int) -> Path:
         return self.folder / f"{kind}-{number}.pt"
 
-    def save(self, value: dict, kind: str, number: int, keep_last: int | None = None) -> Path:
-        """Write a checkpoint, then remove all but the newest `keep_last` of its kind and leftovers of a crash."""
+    def save(
+        self, value: dict, kind: str, number: int, keep_last: int | None = None, keep: Collection[int] = ()
+    ) -> Path:
+        """Write a checkpoint, then remove leftovers of a crash and, of its kind, all but the newest `keep_last`.
+
+        keep: numbers that stay however old they are.
+        """
         path = self.path(kind, number)
         save_atomically(value, path)
         if keep_last:
             for old in self.numbers(kind)[:-keep_last]:
-                self.path(kind, old).unlink(missing_ok=True)
+                if old not in keep:
+                    self.path(kind, old).unlink(missing_ok=True)
         for leftover in self.folder.glob(".*.tmp"):
             leftover.unlink(missing_ok=True)
         return path

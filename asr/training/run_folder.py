@@ -41,6 +41,25 @@ def new_run_dir(parent: Path, label: str = "") -> Path:
     raise OSError(f"{parent}: no free name for a run folder could be found")
 
 
+def open_run_dir(parent: Path, name: str | None, resume: str) -> Path:
+    """The folder of a run that starts or continues; a new one where `name` is None.
+
+    Raises ValueError where `resume` and what the folder holds do not agree.
+    """
+    if name is None:
+        if resume == "true":
+            raise ValueError("resume=true: say which run to continue, as in run_dir=runs/demo/2026-01-31_12-00-00")
+        return new_run_dir(parent)
+    folder = parent / name
+    trained = any(folder.glob("checkpoints/*.pt"))
+    if resume == "true" and not trained:
+        raise ValueError(f"resume=true: {folder} holds no checkpoint to continue from")
+    if resume == "false" and trained:
+        raise ValueError(f"resume=false: {folder} holds the checkpoints of a run; give another run_dir or resume=auto")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 def safe_name(text: str, limit: int = 100) -> str:
     """`text` as a folder name on any file system."""
     return re.sub(r"[^\w.=,+-]+", "_", text)[:limit].strip("_.")

@@ -1,0 +1,265 @@
+"""From settings to parts, in the order of the pipeline. The only place where `_target_`s become objects."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from hydra.utils import instantiate
+from lhotse import CutSet
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+from asr.config import TrainSettings, locate
+from asr.data.augment import NoiseMixer, random_volume, speed_perturb
+from asr.data.corpus import prepared_is_current, prepared_splits, write_prepared
+from asr.data.cuts import load_audio, load_cuts
+from asr.data.dataset import SpeechDataset, one_thread
+from asr.data.filters import count_reasons, duration_rules, feasibility_rule, filter_cuts
+from asr.data.loader import Loader
+from asr.data.report import add_tokenizer_section, format_summary, read_report, write_report
+from asr.features.normalise import FeatureNorm
+from asr.layers.init import initialise
+from asr.model import AsrModel
+from asr.text.normalise import Normaliser
+from asr.text.tokenizer import Tokenizer
+from asr.training.distributed import World, share
+from asr.training.optim import parameter_groups
+from asr.training.run_folder import changed_keys, write_json
+from asr.training.schedule import Schedule
+
+log = logging.getLogger(__name__)
+
+CONF = Path(__file__).resolve().parents[1] / "conf"
+# Statistics of this many utterances are those of the whole set to three digits.
+UTTERANCES_FOR_STATISTICS = 500
+
+
+def make(node: dict[str, Any], **arguments: Any) -> Any:
+    """The object that a `_target_` section names."""
+    return instantiate(OmegaConf.create(node), _convert_="all", **arguments)
+
+
+def prepare_data(settings: TrainSettings, world: World) -> dict[str, Path]:
+    """Manifests of the checked cuts by split, prepared now unless they are there already."""
+    folder = Path(settings.data.prepared_dir)
+    if world.is_main:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        stamp = {"corpus": settings.data.corpus}
+        with FileLock(str(folder) + ".lock"):  # several runs may want the same corpus at once
+            if not prepared_is_current(folder, stamp):
+                log.info("preparing %s in %s", settings.data.name, folder)
+                # Texts are stored as they are but for white space; what a run wants of them is its tokenizer's matter.
+                write_prepared(make(settings.data.corpus), folder, Normaliser(), stamp, settings.data.num_jobs)
+    share(None, world)
+    return prepared_splits(folder)
+
+
+def texts_of(cuts: Iterable[Any]) -> list[str]:
+    return [cut.supervisions[0].text or "" for cut in cuts]
+
+
+def build_tokenizer(settings: TrainSettings, train_cuts: CutSet) -> Tokenizer:
+    """Train the tokenizer on the training transcripts."""
+    return make(settings.tokenizer, texts=texts_of(train_cuts))
+
+
+def report_tokens(splits: dict[str, Path], tokenizer: Tokenizer, settings: TrainSettings, run_dir: Path) -> None:
+    """Complete the data report with the tokenizer's view, store it in the run, print it, warn of unknown text."""
+    report = read_report(settings.data.prepared_dir)
+    assert report
+    texts = {split: texts_of(load_cuts(path)) for split, path in splits.items()}
+    add_tokenizer_section(report, texts, tokenizer)
+    write_report(report, run_dir)
+    log.info("%s", format_summary(report))
+    for split, of_split in texts.items():
+        unknown, examples = tokenizer.unknown_share(of_split)
+        if unknown > 0.01:
+            named = ", ".join(f"{unit!r}" for unit, _ in examples.most_common(10))
+            log.warning(
+                "%s: %.0f%% unknown to the tokenizer (%s): do case and script of the texts match it?",
+                split, 100 * unknown, named,
+            )  # fmt: skip
+
+
+def build_model(settings: TrainSettings, tokenizer: Tokenizer) -> AsrModel:
+    """The model in fp32 on the CPU, initialised from the torch generator; feature statistics are not fitted yet."""
+    num_mel_bins = make(settings.features["fbank"]).output_dim
+    feature_norm = make(settings.features["normalise"], num_mel_bins=num_mel_bins)
+    encoder = make(settings.encoder, input_dim=num_mel_bins)
+    head = make(
+        settings.head, input_dim=encoder.output_dim, vocab_size=tokenizer.vocab_size, blank_id=tokenizer.blank_id
+    )
+    mode = settings.init_mode.value if settings.init_mode else None
+    for part in (encoder, head):
+        initialise(part, mode)
+    return AsrModel(feature_norm, make(settings.augment), encoder, head)
+
+
+def fit_feature_norm(model: AsrModel, settings: TrainSettings, cuts: CutSet) -> None:
+    """Take the statistics of evenly spread training utterances."""
+    norm = model.feature_norm
+    if not (isinstance(norm, FeatureNorm) and norm.needs_fit):
+        return
+    fbank = make(settings.features["fbank"])
+    chosen = list(cuts)[:: max(1, len(cuts) // UTTERANCES_FOR_STATISTICS)]
+
+    def features() -> Iterable[Tensor]:
+        for cut in chosen:
+            try:
+                yield fbank(torch.from_numpy(load_audio(cut)))
+            except ValueError:
+                continue  # the loader will name it
+
+    with one_thread():
+        norm.fit(features())
+
+
+@dataclass
+class TrainData:
+    """Loaders of a run, with what was left out of training and why."""
+
+    train: Loader
+    dev: Loader
+    num_train: int
+    filtered: dict[str, int]
+
+
+def build_train_data(
+    settings: TrainSettings, splits: dict[str, Path], tokenizer: Tokenizer, model: AsrModel, world: World, gpu: bool
+) -> TrainData:
+    """Loaders of the training and dev sets. Raises ValueError when the filters leave nothing to train on."""
+    data = settings.data
+    fbank = make(settings.features["fbank"])
+    cuts = speed_perturb(load_cuts(splits["train"]), data.speed_factors)
+    rules = [
+        *duration_rules(data.min_duration, data.max_utterance),
+        feasibility_rule(
+            fbank.num_frames,
+            lambda frames: int(model.encoder.output_lens(torch.tensor([frames]))[0]),
+            tokenizer.encode,
+            model.head.min_frames,
+        ),
+    ]
+    kept, rejected = filter_cuts(cuts, rules)
+    filtered = count_reasons(rejected)
+    if filtered:
+        log.info("left out of training: %s", ", ".join(f"{count} {reason}" for reason, count in filtered.items()))
+    if not kept:
+        raise ValueError(
+            f"{splits['train']}: no utterance is left to train on ({filtered}); "
+            "look at data.min_duration, data.max_utterance and the transcripts"
+        )
+    augments: list[Any] = []
+    if data.volume_range:
+        augments.append(partial(random_volume, min_db=data.volume_range[0], max_db=data.volume_range[1]))
+    if data.noise:
+        augments.append(NoiseMixer(load_cuts(data.noise), *data.noise_snr, probability=data.noise_probability))
+
+    def loader(of: list[Any], seed: int, cut_augments: tuple[Any, ...], training: bool) -> Loader:
+        dataset = SpeechDataset(fbank, fbank.output_dim, tokenizer, seed, cut_augments)
+        return Loader(
+            CutSet.from_cuts(of), len(of), dataset, data.max_duration, data.num_buckets, data.num_workers,
+            shuffle=training, seed=seed, rank=world.rank, world_size=world.size, pin_memory=gpu,
+        )  # fmt: skip
+
+    dev = list(load_cuts(splits["dev"]))
+    longest = max(cut.duration for cut in kept)
+    log.info("training on %d utterances, the longest of %.1f s; dev %d", len(kept), longest, len(dev))
+    return TrainData(
+        loader(kept, settings.seed, tuple(augments), True), loader(dev, 0, (), False), len(kept), filtered
+    )
+
+
+def decode_loader(settings: TrainSettings, tokenizer: Tokenizer, cuts: list[Any], max_duration: float, workers: int) -> Loader:
+    """A loader over a set that is decoded, in order of duration buckets, nothing left out."""
+    fbank = make(settings.features["fbank"])
+    dataset = SpeechDataset(fbank, fbank.output_dim, tokenizer)
+    return Loader(CutSet.from_cuts(cuts), len(cuts), dataset, max_duration, num_workers=workers)
+
+
+def build_optimizer(settings: TrainSettings, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimiser over parameter groups, of which those of one dimension do not decay."""
+    groups = parameter_groups(model, float(settings.optim.get("weight_decay", 0.0)))
+    return make(settings.optim)(groups)
+
+
+def build_schedule(settings: TrainSettings, total_steps: int) -> Schedule:
+    """The learning rate schedule; `total_steps` goes to those that ask for it."""
+    wanted = inspect.signature(locate(settings.schedule["_target_"])).parameters
+    return make(settings.schedule, **({"total_steps": total_steps} if "total_steps" in wanted else {}))
+
+
+def build_search(node: dict[str, Any]) -> Any:
+    """A search as a function of (head, encoded)."""
+    return make(node)
+
+
+def search_settings(method: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The section of conf/search/METHOD.yaml with `options` over it. Raises ValueError for an unknown method."""
+    path = CONF / "search" / f"{method}.yaml"
+    if not path.is_file():
+        known = ", ".join(sorted(file.stem for file in path.parent.glob("*.yaml")))
+        raise ValueError(f"method={method}: no such search; known: {known}")
+    section = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(section, dict)
+    return {**section, **options}
+
+
+def as_plain(settings: TrainSettings) -> dict[str, Any]:
+    """The settings as plain values, ready for YAML and checkpoints. Paths of data become absolute."""
+    config = OmegaConf.to_container(OmegaConf.structured(settings), enum_to_str=True)
+    assert isinstance(config, dict)
+    config["data"]["prepared_dir"] = str(Path(settings.data.prepared_dir).resolve())
+    return config
+
+
+def store_identity(run_dir: Path, config: dict[str, Any], tokenizer: Tokenizer, versions: dict[str, str]) -> None:
+    """Write config, tokenizer and versions into the run folder."""
+    OmegaConf.save(OmegaConf.create(config), run_dir / "config.yaml")
+    tokenizer.save(run_dir / "tokenizer")
+    write_json(versions, run_dir / "versions.json")
+
+
+def check_resume(checkpoint: dict[str, Any], config: dict[str, Any], mode: str) -> None:
+    """Raise ValueError when the run that wrote `checkpoint` was another one than `config` asks for."""
+    changed = changed_keys(checkpoint["config"], config)
+    if checkpoint["precision"]["mode"] != mode:
+        changed.append(f"precision (was {checkpoint['precision']['mode']}, now {mode})")
+    if changed:
+        raise ValueError(
+            "run_dir holds a run of other settings, which cannot be continued with these: "
+            + "; ".join(changed)
+            + ". Put them back, or choose another run_dir."
+        )
+
+
+def data_fingerprint(settings: TrainSettings) -> str:
+    """What tells one state of the prepared data from another."""
+    report = read_report(settings.data.prepared_dir)
+    assert report
+    return report["fingerprint"]
+
+
+def check_same_data(checkpoint: dict[str, Any] | None, settings: TrainSettings) -> None:
+    """Raise ValueError when the data is no longer what the run to be continued was trained on."""
+    if checkpoint and checkpoint["data_fingerprint"] != data_fingerprint(settings):
+        raise ValueError(
+            f"{settings.data.prepared_dir}: the prepared data has changed since this run began; "
+            "start a new run, or put the data back"
+        )
+
+
+def count_steps(settings: TrainSettings, data: TrainData) -> int:
+    """Optimiser steps of the whole run, from the plan of the first epoch."""
+    trainer = settings.trainer
+    per_epoch = -(-data.train.count_batches() // trainer.accumulate)
+    planned = per_epoch * trainer.max_epochs
+    return min(planned, trainer.max_steps) if trainer.max_steps else planned

@@ -1,0 +1,72 @@
+"""What the two commands share: where a job's folder goes, how a user's mistake is told, flags in place of keys."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+
+from asr.training.precision import NumericsError
+from asr.training.run_folder import safe_name
+
+
+def in_sweep() -> bool:
+    """Whether this job is one of a multirun."""
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def job_place(name: str, run_dir: str | None) -> tuple[Path, str | None]:
+    """The parent and the name of this job's run folder; the name is None where a new one is to be made.
+
+    A given run_dir is the folder itself, in a sweep the parent of one folder per job, named after its overrides.
+    """
+    if not in_sweep():
+        if run_dir is None:
+            return Path("runs") / safe_name(name), None
+        folder = Path(run_dir)
+        return folder.parent, folder.name
+    hydra_cfg = HydraConfig.get()
+    parent = Path(run_dir) if run_dir else Path(hydra_cfg.sweep.dir)
+    own = [o for o in hydra_cfg.overrides.task if not o.lstrip("+~").startswith(("run_dir=", "experiment="))]
+    return parent, f"{hydra_cfg.job.num:03d}_{safe_name(','.join(own))}"
+
+
+@contextmanager
+def report_errors() -> Iterator[None]:
+    """Tell a user's mistake in its own words and exit with 1; a sweep is told by exception, so that it goes on.
+
+    Set ASR_TRACEBACK=1 to see where the error was raised.
+    """
+    try:
+        yield
+    except (ValueError, OSError, NumericsError) as error:
+        if in_sweep() or os.environ.get("ASR_TRACEBACK"):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def flags_to_overrides(arguments: list[str], keys: set[str]) -> list[str]:
+    """Turn `--epoch 30 --avg=9 --use-averaged-model false` into Hydra's `epoch=30 avg=9 ...`; the rest stays.
+
+    Raises ValueError for a flag without its value.
+    """
+    turned: list[str] = []
+    waiting = iter(arguments)
+    for argument in waiting:
+        flag, equals, value = argument.partition("=")
+        key = flag[2:].replace("-", "_") if flag.startswith("--") else ""
+        if key not in keys:
+            turned.append(argument)
+            continue
+        if not equals:
+            value = next(waiting, "")
+            if not value or value.startswith("--"):
+                raise ValueError(f"{flag}: give a value, as in {flag} VALUE")
+        turned.append(f"{key}={value}")
+    return turned

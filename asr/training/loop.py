@@ -1,0 +1,274 @@
+"""The training loop: load, step, average, validate, save, and the exact way back into the middle of it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from asr.config import TrainerSettings
+from asr.training.averaging import RunningAverage
+from asr.training.checkpoint import CheckpointFolder, generator_states, restore_generators
+from asr.training.distributed import World, average_buffers, gather
+from asr.training.monitor import Monitor, SkippedItems, clock, peak_memory_bytes
+from asr.training.precision import NumericsError, PrecisionMode
+from asr.training.schedule import Schedule, apply_schedule
+from asr.training.step import train_step
+from asr.training.validate import Validation
+from asr.types import Batch
+
+log = logging.getLogger(__name__)
+
+
+class EpochLoader(Protocol):
+    """What the loop needs of a loader."""
+
+    def epoch(self, epoch: int, start_batch: int = 0) -> Iterator[Batch]: ...
+
+
+@dataclass
+class Progress:
+    """Where a run stands. epoch is the one in progress, 1-based; batches of it that are done are counted per rank."""
+
+    epoch: int = 1
+    batches_done: int = 0
+    step: int = 0
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+    seconds_in_epoch: float = 0.0
+    loss_sum: float = 0.0
+    loss_count: int = 0
+    train_loss: list[dict[str, float]] = field(default_factory=list)
+    valid: list[dict[str, Any]] = field(default_factory=list)
+    seconds_per_epoch: list[float] = field(default_factory=list)
+
+    def best(self, key: str = "wer") -> dict[str, Any] | None:
+        """The validation with the lowest finite `key`; the earliest of equals."""
+        finite = [entry for entry in self.valid if entry.get(key) is not None and math.isfinite(entry[key])]
+        return min(finite, key=lambda entry: entry[key], default=None)
+
+
+class Trainer:
+    """Trains a model; every collaborator is handed in.
+
+    Args:
+        run_name: for train.json.
+        run_dir: the run's folder.
+        identity: what each checkpoint holds beside the state: config, tokenizer, versions, data fingerprint.
+        validate: runs the dev set.
+        on_validation: called with (model, step) after each validation, for pictures.
+    """
+
+    def __init__(
+        self,
+        run_name: str,
+        run_dir: Path,
+        settings: TrainerSettings,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        schedule: Schedule,
+        loader: EpochLoader,
+        validate: Callable[[nn.Module], Validation],
+        precision: PrecisionMode,
+        monitor: Monitor,
+        identity: dict[str, Any],
+        world: World,
+        on_validation: Callable[[nn.Module, int], None] | None = None,
+    ):
+        self.run_name = run_name
+        self.settings = settings
+        self.model = model
+        self.optimizer = optimizer
+        self.schedule = schedule
+        self.loader = loader
+        self.validate = validate
+        self.precision = precision
+        self.monitor = monitor
+        self.identity = identity
+        self.world = world
+        self.on_validation = on_validation
+        self.checkpoints = CheckpointFolder(run_dir / "checkpoints")
+        self.average = RunningAverage(model, settings.average_period)
+        self.progress = Progress()
+        self.skipped_items = SkippedItems()
+
+    def fit(self) -> Progress:
+        """Train to the last epoch or step. Raises NumericsError when non-finite steps do not end."""
+        self._summarise("running")
+        while not self.finished:
+            self._run_epoch()
+        if self.progress.batches_done and not self._validated_now:
+            self._validate()
+            self._save("step", self.progress.step)
+        self._summarise("finished")
+        return self.progress
+
+    @property
+    def finished(self) -> bool:
+        limit = self.settings.max_steps
+        return self.progress.epoch > self.settings.max_epochs or (limit is not None and self.progress.step >= limit)
+
+    @property
+    def _validated_now(self) -> bool:
+        return bool(self.progress.valid) and self.progress.valid[-1]["step"] == self.progress.step
+
+    def _run_epoch(self) -> None:
+        progress, settings = self.progress, self.settings
+        self.model.train()
+        batches = self.loader.epoch(progress.epoch, progress.batches_done)
+        while not self.finished:
+            started = time.perf_counter()
+            group = list(islice(batches, settings.accumulate))
+            if not group:
+                break
+            self.monitor.waited(time.perf_counter() - started)
+            self._step(group)
+            progress.batches_done += len(group)
+            progress.seconds_in_epoch += time.perf_counter() - started
+            if settings.valid_every and progress.step % settings.valid_every == 0:
+                self._validate()
+            if settings.save_every and progress.step % settings.save_every == 0:
+                self._save("step", progress.step)
+        else:
+            # A limit on steps was met; an epoch that ends on the same step still counts as whole.
+            if next(batches, None) is not None:
+                return
+        self._end_epoch()
+
+    def _step(self, group: list[Batch]) -> None:
+        progress = self.progress
+        for batch in group:
+            self.skipped_items.take(batch.skipped)
+        progress.step += 1
+        lr = apply_schedule(self.optimizer, self.schedule, progress.step)
+        result = train_step(
+            self.model, group, self.optimizer, self.precision, self.settings.clip_norm, self.world, self.precision.device
+        )
+        if result.finite:
+            progress.skipped_in_a_row = 0
+            progress.loss_sum += result.loss * result.num_utterances
+            progress.loss_count += result.num_utterances
+            self.average.update(self.model, progress.step)
+        else:
+            progress.skipped_steps += 1
+            progress.skipped_in_a_row += 1
+        self.monitor.step(progress.step, progress.epoch, result, lr, self.precision.scale)
+        if self.precision.collapsed or progress.skipped_in_a_row >= self.settings.max_skipped:
+            raise NumericsError(self._why_stopped())
+
+    def _why_stopped(self) -> str:
+        good = next((path.name for path in self.checkpoints.newest_first()), None)
+        mode = self.precision.mode
+        remedy = {
+            "amp_fp16": "precision=amp_bf16 or fp32, or a lower optim.lr",
+            "fp32": "a lower optim.lr, a smaller trainer.clip_norm, and the utterances named above",
+        }.get(mode, "precision=fp32, or a lower optim.lr")
+        return (
+            f"training stopped at step {self.progress.step} under precision={mode}: "
+            f"{self.progress.skipped_in_a_row} steps in a row were not finite (loss scale {self.precision.scale:g}). "
+            f"Last good checkpoint: {good or 'none yet'}; its weights are untouched. Try {remedy}."
+        )
+
+    def _end_epoch(self) -> None:
+        progress = self.progress
+        average_buffers(self.model, self.world)
+        mean_loss = progress.loss_sum / progress.loss_count if progress.loss_count else math.nan
+        progress.train_loss.append({"epoch": progress.epoch, "loss": mean_loss})
+        progress.seconds_per_epoch.append(progress.seconds_in_epoch)
+        log.info(
+            "epoch %d done: mean loss %.4f in %s", progress.epoch, mean_loss, clock(progress.seconds_in_epoch)
+        )
+        if not self._validated_now:
+            self._validate()
+        done = progress.epoch
+        progress.epoch += 1
+        progress.batches_done, progress.seconds_in_epoch = 0, 0.0
+        progress.loss_sum, progress.loss_count = 0.0, 0
+        self._save("epoch", done)
+        self._summarise("running")
+
+    def _validate(self) -> None:
+        progress = self.progress
+        result = self.validate(self.model)
+        entry = {
+            "epoch": progress.epoch,
+            "step": progress.step,
+            "loss": result.loss,
+            "wer": result.wer,
+            "cer": result.cer,
+        }
+        progress.valid.append(entry)
+        wer = "n/a" if result.wer is None else f"{result.wer:.2f}%"
+        lines = [f"dev: loss {result.loss:.4f}  WER {wer}  ({result.num_utterances} utterances)"]
+        for utterance, ref, hyp in result.examples:
+            lines += [f"  {utterance}", f"    ref: {ref}", f"    hyp: {hyp}"]
+        self.monitor.text("dev/examples", lines, progress.step)
+        self.monitor.write({"kind": "dev", **entry})
+        if self.on_validation:
+            self.on_validation(self.model, progress.step)
+
+    def _save(self, kind: str, number: int) -> None:
+        state = self.state_dict()
+        if self.world.is_main:
+            best = self.progress.best()
+            keep = {best["epoch"]} if best and kind == "epoch" else set()
+            self.checkpoints.save(state, kind, number, self.settings.keep_last, keep)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that continuing exactly needs, as plain tensors and numbers."""
+        return {
+            "model": self.model.state_dict(),
+            "average": self.average.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "precision": self.precision.state_dict(),
+            "progress": dict(vars(self.progress)),
+            "world_size": self.world.size,
+            "generators": gather(generator_states(), self.world),
+            **self.identity,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint. The epoch starts again where its batches are no longer the same ones."""
+        self.model.load_state_dict(state["model"])
+        self.average.load_state_dict(state["average"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.precision.load_state_dict(state["precision"])
+        self.progress = Progress(**state["progress"])
+        if state["world_size"] == self.world.size:
+            restore_generators(state["generators"][self.world.rank])
+        elif self.progress.batches_done:
+            self.restart_epoch(f"{state['world_size']} processes before, {self.world.size} now")
+
+    def restart_epoch(self, reason: str) -> None:
+        """Go back to the start of the epoch in progress, keeping the weights."""
+        if self.progress.batches_done:
+            log.warning("epoch %d starts again from its first batch: %s", self.progress.epoch, reason)
+        self.progress.batches_done = 0
+
+    def _summarise(self, status: str) -> None:
+        progress = self.progress
+        self.monitor.summary(
+            {
+                "name": self.run_name,
+                "status": status,
+                "epochs": progress.epoch - 1,
+                "steps": progress.step,
+                "precision": self.precision.mode,
+                "num_parameters": sum(p.numel() for p in self.model.parameters()),
+                "peak_memory_bytes": peak_memory_bytes(),
+                "seconds_per_epoch": progress.seconds_per_epoch,
+                "skipped_steps": progress.skipped_steps,
+                "skipped_utterances": len(self.skipped_items.seen),
+                "best_valid": progress.best(),
+                "valid": progress.valid,
+                "train_loss": progress.train_loss,
+            }
+        )

@@ -1,0 +1,82 @@
+"""Pictures for people: what the model really saw, and what its CTC output makes of an utterance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from asr.training.monitor import Monitor
+from asr.training.precision import PrecisionMode
+from asr.types import Batch
+
+NUM_UTTERANCES = 3
+
+
+class EpochLoader(Protocol):
+    def epoch(self, epoch: int, start_batch: int = 0) -> Iterator[Batch]: ...
+
+
+class Pictures:
+    """Draws the first utterances of the dev set at every validation."""
+
+    def __init__(self, monitor: Monitor, loader: EpochLoader, precision: PrecisionMode):
+        self.monitor = monitor
+        self.precision = precision
+        batch = next((batch for batch in loader.epoch(0) if len(batch)), None)
+        self.batch = batch.to(precision.device) if batch else None
+
+    @torch.no_grad()
+    def draw(self, model: nn.Module, step: int) -> None:
+        """Spectrograms after normalisation and augmentation, and posteriors of heads that have log_probs."""
+        if self.batch is None:
+            return
+        batch, was_training = self.batch, model.training
+        # Masks are drawn for the picture from a generator that training does not see.
+        with torch.random.fork_rng(devices=[self.precision.device] if self.precision.device.type == "cuda" else []):
+            torch.manual_seed(step)
+            model.train()
+            seen = model.augment(model.feature_norm(batch.features, batch.feature_lens), batch.feature_lens)
+            model.eval()
+        self.monitor.figure("features/seen", spectrograms(seen, batch.feature_lens, batch.texts), step)
+        if hasattr(model.head, "log_probs"):
+            with self.precision.autocast():
+                encoded = model.encode(batch.features, batch.feature_lens)
+                posteriors_TV = model.head.log_probs(encoded)[0, : int(encoded.lens[0])].exp().cpu()
+            self.monitor.figure("ctc/posteriors", posteriors(posteriors_TV, batch.texts[0]), step)
+        model.train(was_training)
+
+
+def spectrograms(features_BTF: Tensor, lens_B: Tensor, texts: list[str]) -> Figure:
+    """The first utterances, one above the other; time in frames of 10 ms."""
+    count = min(NUM_UTTERANCES, len(texts))
+    figure = Figure(figsize=(10, 2.2 * count), layout="constrained")
+    FigureCanvasAgg(figure)
+    for index in range(count):
+        axes = figure.add_subplot(count, 1, index + 1)
+        frames = features_BTF[index, : int(lens_B[index])].float().cpu().numpy()
+        axes.imshow(frames.T, origin="lower", aspect="auto", vmin=-3, vmax=3, interpolation="nearest")
+        axes.set_title(texts[index][:90], fontsize=9)
+        axes.set_ylabel("mel bin")
+    axes.set_xlabel("frame")
+    return figure
+
+
+def posteriors(posteriors_TV: Tensor, text: str) -> Figure:
+    """Probability of every token over encoder frames; the dashed line is blank (token 0)."""
+    figure = Figure(figsize=(10, 3), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.plot(posteriors_TV[:, 0].numpy(), "--", color="grey", linewidth=0.8)
+    for token in range(1, posteriors_TV.shape[1]):
+        if float(posteriors_TV[:, token].max()) > 0.05:
+            axes.plot(posteriors_TV[:, token].numpy(), linewidth=1)
+    axes.set_ylim(0, 1.02)
+    axes.set_title(text[:90], fontsize=9)
+    axes.set_xlabel("encoder frame")
+    axes.set_ylabel("probability")
+    return figure

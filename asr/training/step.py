@@ -1,0 +1,101 @@
+"""One optimiser step: forward and backward over a group of batches, then an update or none at all."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from asr.training.distributed import World, sum_gradients, total
+from asr.training.precision import PrecisionMode
+from asr.types import Batch
+
+
+@dataclass
+class StepResult:
+    """What one step did. loss is the mean over feasible utterances of all ranks; grad_norm is before clipping."""
+
+    loss: float
+    grad_norm: float
+    finite: bool
+    clipped: bool
+    num_utterances: int
+    num_infeasible: int
+    audio_seconds: float
+    padding_share: float
+    suspects: list[str] = field(default_factory=list)
+
+
+def train_step(
+    model: nn.Module,
+    batches: list[Batch],
+    optimizer: torch.optim.Optimizer,
+    precision: PrecisionMode,
+    clip_norm: float,
+    world: World,
+    device: torch.device,
+) -> StepResult:
+    """Train on `batches` as on one batch that holds all their utterances, on all ranks.
+
+    The loss is the sum over feasible utterances divided by their number. A step whose loss or gradient is not finite
+    changes nothing: the gradients of the whole group are dropped and the buffers are put back.
+    """
+    batches = [batch.to(device) for batch in batches if len(batch)]
+    frames = sum(int(batch.feature_lens.sum()) for batch in batches)
+    room = sum(batch.features.shape[0] * batch.features.shape[1] for batch in batches)
+    num_own = sum(int(count_feasible(model, batch)) for batch in batches)
+    num_utterances = int(total(num_own, world, device))
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+
+    optimizer.zero_grad(set_to_none=True)
+    loss_sum, suspects = 0.0, []
+    for batch in batches:
+        with precision.autocast():
+            losses_B = model(batch)
+        precision.backward(losses_B.sum() / max(1, num_utterances))
+        own = losses_B.detach()
+        loss_sum += float(own.sum())
+        suspects += [batch.ids[i] for i in torch.nonzero(~own.isfinite()).flatten().tolist()]
+    sum_gradients(model.parameters(), world)
+    loss = total(loss_sum, world, device) / max(1, num_utterances)
+
+    norm, clipped = math.nan, False
+    if num_utterances:
+        precision.unscale(optimizer)
+        parameters = [p for p in model.parameters() if p.grad is not None]
+        norm_tensor = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        norm = float(norm_tensor)
+        clipped = norm > clip_norm
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        if finite:
+            torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm_tensor)
+        precision.step(optimizer, finite)
+    else:
+        finite = math.isfinite(loss)
+    if not (finite and num_utterances):
+        _restore(buffers)
+    return StepResult(
+        loss=loss,
+        grad_norm=norm,
+        finite=finite,
+        clipped=clipped,
+        num_utterances=num_utterances,
+        num_infeasible=sum(len(batch) for batch in batches) - num_own,
+        audio_seconds=sum(batch.audio_seconds for batch in batches),
+        padding_share=1 - frames / room if room else 0.0,
+        suspects=suspects,
+    )
+
+
+def count_feasible(model: nn.Module, batch: Batch) -> Tensor:
+    """How many utterances of the batch have frames enough for their transcripts."""
+    lens_B = model.encoder.output_lens(batch.feature_lens)
+    return model.head.feasible(lens_B, batch.tokens, batch.token_lens).sum()
+
+
+@torch.no_grad()
+def _restore(buffers: list[tuple[Tensor, Tensor]]) -> None:
+    for buffer, before in buffers:
+        buffer.copy_(before)

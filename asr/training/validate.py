@@ -1,0 +1,74 @@
+"""Loss and word error rate on the dev set, with a few examples to read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from asr.scoring.wer import count_errors
+from asr.training.distributed import World, gather
+from asr.training.precision import PrecisionMode
+from asr.types import Batch, Encoded, Hypothesis
+
+NUM_EXAMPLES = 5
+
+Search = Callable[[nn.Module, Encoded], list[Hypothesis]]
+
+
+@dataclass
+class Validation:
+    """loss is the mean over feasible utterances; wer and cer are percent, None without a reference; examples are
+    (id, reference, hypothesis)."""
+
+    loss: float
+    wer: float | None
+    cer: float | None
+    num_utterances: int
+    examples: list[tuple[str, str, str]]
+
+
+@torch.no_grad()
+def validate(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    search: Search,
+    to_text: Callable[[list[int]], str],
+    precision: PrecisionMode,
+    world: World,
+    device: torch.device,
+) -> Validation:
+    """Run the dev set, which every rank holds a part of, without leaving a trace in the model."""
+    rows: dict[str, tuple[str, str, float, bool]] = {}
+    was_training = model.training
+    model.eval()
+    try:
+        for batch in batches:
+            rows.update((utterance, ("", "", 0.0, False)) for utterance, _ in batch.skipped)
+            if not len(batch):
+                continue
+            batch = batch.to(device)
+            with precision.autocast():
+                encoded = model.encode(batch.features, batch.feature_lens)
+                losses_B = model.head.loss(encoded, batch.tokens, batch.token_lens)
+                hypotheses = search(model.head, encoded)
+            feasible = model.head.feasible(encoded.lens, batch.tokens, batch.token_lens)
+            columns = (batch.ids, batch.texts, hypotheses, losses_B.tolist(), feasible.tolist())
+            for utterance, ref, hypothesis, loss, fits in zip(*columns, strict=True):
+                rows[utterance] = (ref, to_text(hypothesis.tokens), loss, fits)
+    finally:
+        model.train(was_training)
+    for other in gather(rows, world):
+        rows.update(other)
+    losses = [loss for _, _, loss, fits in rows.values() if fits]
+    refs, hyps = [row[0] for row in rows.values()], [row[1] for row in rows.values()]
+    chosen = sorted(rows)[:NUM_EXAMPLES]
+    return Validation(
+        loss=sum(losses) / len(losses) if losses else float("nan"),
+        wer=count_errors(refs, hyps).rate,
+        cer=count_errors(refs, hyps, unit="character").rate,
+        num_utterances=len(rows),
+        examples=[(utterance, rows[utterance][0], rows[utterance][1]) for utterance in chosen],
+    )

@@ -1,0 +1,139 @@
+"""Train a speech recogniser: `python train.py [+experiment=NAME] [key=value ...]`; without arguments, the demo."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import hydra
+
+if TYPE_CHECKING:  # the imports proper stand in the functions, so that --help and a misspelt override answer at once
+    from omegaconf import DictConfig
+
+    from asr.config import TrainSettings
+    from asr.training.distributed import World
+
+log = logging.getLogger("train")
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="train")
+def main(cfg: DictConfig) -> None:
+    from asr.command import job_place, report_errors
+    from asr.config import check
+    from asr.training.distributed import connect, disconnect, share
+    from asr.training.monitor import start_logging
+    from asr.training.run_folder import open_run_dir
+
+    with report_errors():
+        settings = check(cfg)
+        parent, label = job_place(settings.name, settings.run_dir)
+        world, device = connect(settings.device)
+        run_dir = Path(share(str(open_run_dir(parent, label, settings.resume)) if world.is_main else "", world))
+        start_logging(run_dir if world.is_main else None)
+        try:
+            train(settings, run_dir, world, device)
+        except BaseException as error:
+            if world.is_main:
+                record_failure(run_dir, settings.name, error)
+            raise
+        finally:
+            disconnect()
+
+
+def train(settings: TrainSettings, run_dir: Path, world: World, device: Any) -> None:
+    """The run, step by step. Everything it leaves behind lies in `run_dir`."""
+    import torch
+
+    from asr import build
+    from asr.text.tokenizer import tokenizer_from_state
+    from asr.training.checkpoint import CheckpointFolder
+    from asr.training.loop import Trainer
+    from asr.training.monitor import Monitor
+    from asr.training.pictures import Pictures
+    from asr.training.precision import PrecisionMode, resolve_precision
+    from asr.training.run_folder import versions
+    from asr.training.validate import validate
+
+    if settings.trainer.num_threads:
+        torch.set_num_threads(settings.trainer.num_threads)
+    mode = resolve_precision(settings.precision.value, device)
+    log.info("run folder %s  device %s  precision %s  processes %d", run_dir, device, mode, world.size)
+
+    config = build.as_plain(settings)
+    found = CheckpointFolder(run_dir / "checkpoints").load_newest()
+    if found:
+        build.check_resume(found[1], config, mode)
+    splits = build.prepare_data(settings, world)
+    build.check_same_data(found[1] if found else None, settings)
+    torch.manual_seed(settings.seed)
+    train_cuts = build.load_cuts(splits["train"])
+    tokenizer = tokenizer_from_state(found[1]["tokenizer"]) if found else build.build_tokenizer(settings, train_cuts)
+
+    model = build.build_model(settings, tokenizer)
+    if not found:
+        build.fit_feature_norm(model, settings, train_cuts)
+    data = build.build_train_data(settings, splits, tokenizer, model, world, device.type == "cuda")
+    precision = PrecisionMode(mode, device, settings.trainer.initial_grad_scale)
+    model = precision.prepare(model.to(device))
+    optimizer = build.build_optimizer(settings, model)
+    total_steps = build.count_steps(settings, data)
+    search = build.build_search(settings.search)
+
+    identity = {
+        "config": config,
+        "tokenizer": tokenizer.state_dict(),
+        "versions": versions(),
+        "data_fingerprint": build.data_fingerprint(settings),
+    }
+    if world.is_main:
+        build.store_identity(run_dir, config, tokenizer, identity["versions"])
+        build.report_tokens(splits, tokenizer, settings, run_dir)
+    monitor = Monitor(
+        run_dir if world.is_main else None, settings.trainer.log_every, total_steps, settings.trainer.progress,
+    )  # fmt: skip
+    # Every process draws its own dropout and masks; the weights were drawn alike.
+    torch.manual_seed(settings.seed + world.rank)
+    trainer = Trainer(
+        settings.name, run_dir, settings.trainer, model, optimizer, build.build_schedule(settings, total_steps),
+        data.train,
+        lambda model: validate(model, data.dev.epoch(0), search, tokenizer.decode, precision, world, device),
+        precision, monitor, identity, world,
+        Pictures(monitor, data.dev, precision).draw if settings.trainer.pictures and world.is_main else None,
+    )  # fmt: skip
+    if found:
+        path, state = found
+        trainer.load_state_dict(state)
+        if state["config"]["data"]["max_duration"] != settings.data.max_duration:
+            trainer.restart_epoch(f"data.max_duration={settings.data.max_duration} makes other batches")
+        log.info("continuing from %s: epoch %d, step %d", path, trainer.progress.epoch, trainer.progress.step)
+    log.info(
+        "%s with %s: %.2f M parameters, %d steps planned",
+        type(model.encoder).__name__, type(model.head).__name__,
+        sum(p.numel() for p in model.parameters()) / 1e6, total_steps,
+    )  # fmt: skip
+    try:
+        progress = trainer.fit()
+    finally:
+        monitor.close()
+    best = progress.best()
+    if best:
+        log.info("dev WER %.2f%% after the last epoch, best %.2f%% in epoch %d",
+                 progress.valid[-1]["wer"] or float("nan"), best["wer"], best["epoch"])  # fmt: skip
+    log.info("decode with: python decode.py run_dir=%s avg=%d", run_dir, max(1, min(5, progress.epoch - 1)))
+
+
+def record_failure(run_dir: Path, name: str, error: BaseException) -> None:
+    """Leave the traceback in the run's own log and mark the run as failed for the report."""
+    import json
+
+    from asr.training.run_folder import write_json
+
+    log.error("the run failed: %s", error, exc_info=error)
+    path = run_dir / "train.json"
+    record = json.loads(path.read_text()) if path.exists() else {"name": name}
+    write_json({**record, "status": "failed", "error": f"{type(error).__name__}: {error}"}, path)
+
+
+if __name__ == "__main__":
+    main()
