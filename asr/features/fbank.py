@@ -96,7 +96,6 @@ def mel_filters(sample_rate: int, fft_size: int, num_bins: int, low_freq: float,
     left, centre, right = edges[:-2], edges[1:-1], edges[2:]
     points = mel(torch.arange(fft_size // 2 + 1, dtype=torch.float64) * sample_rate / fft_size)[:, None]
     filters = torch.minimum((points - left) / (centre - left), (right - points) / (right - centre)).clamp(min=0)
-    filters[-1] = 0  # Kaldi leaves out the Nyquist point
     empty = (filters.sum(dim=0) == 0).nonzero().flatten().tolist()
     if empty:
         raise ValueError(

@@ -116,6 +116,15 @@ def test_files_of_other_systems_give_the_same_tokens(kind, spoil, tmp_path):
     assert [clean.encode(text) for text in TEXTS] == [clean.encode(spoil(text)) for text in TEXTS]
 
 
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_only_our_own_normalisation_is_applied(kind):
+    text = "ﬁne ① Ａ…"
+    tokenizer = train_tokenizer([text], kind)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    compatible = train_tokenizer([text], kind, normaliser={"unicode_form": "NFKC"})
+    assert compatible.decode(compatible.encode(text)) == "fine 1 A..."
+
+
 def test_char_table():
     tokenizer = train_tokenizer(["b a", "▁c"], "char")
     assert tokenizer.tokens == ["<blk>", "<unk>", "▁", "a", "b", "c", "\\▁"]
