@@ -1,0 +1,70 @@
+"""Connectionist temporal classification (Graves et al., 2006)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from asr.layers.dropout import Dropout
+from asr.layers.masks import length_mask
+from asr.types import Encoded
+
+
+class CTC(nn.Module):
+    """Dropout, linear, log-softmax; the loss is -log P(tokens | frames) in nats, summed over an utterance.
+
+    An empty transcript is trained as all blank. An utterance with fewer frames than its tokens need (one for each, one
+    more between equal neighbours, and one in any case) has loss 0 and no gradient; `feasible` tells which these are.
+    """
+
+    searches = ("ctc_greedy_search", "ctc_prefix_beam_search")
+
+    def __init__(self, input_dim: int, vocab_size: int, blank_id: int = 0, dropout: float = 0.1):
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.blank_id = blank_id
+        self.dropout = Dropout(dropout)
+        self.output = nn.Linear(input_dim, vocab_size)
+
+    def log_probs(self, encoded: Encoded) -> Tensor:
+        """(B, T, V) log-probabilities, fp32."""
+        return F.log_softmax(self.output(self.dropout(encoded.frames)).float(), dim=-1)
+
+    def loss(self, encoded: Encoded, tokens_BU: Tensor, token_lens_B: Tensor) -> Tensor:
+        """Losses (B,), fp32. Raises ValueError where a transcript holds blank or an id outside the vocabulary."""
+        self._check_tokens(tokens_BU, token_lens_B)
+        feasible = self.feasible(encoded.lens, tokens_BU, token_lens_B)
+        # What is infeasible runs as an all-blank utterance of one frame, whose loss and gradient are finite.
+        losses = F.ctc_loss(
+            self.log_probs(encoded).transpose(0, 1),
+            F.pad(tokens_BU, (0, 1)),  # an axis without tokens is refused
+            torch.where(feasible, encoded.lens, 1),
+            torch.where(feasible, token_lens_B, 0),
+            blank=self.blank_id,
+            reduction="none",
+        )
+        return torch.where(feasible, losses, 0.0)
+
+    def feasible(self, lens_B: Tensor, tokens_BU: Tensor, token_lens_B: Tensor) -> Tensor:
+        """(B,) mask: frames >= tokens + equal neighbours, and at least one frame."""
+        valid = length_mask(token_lens_B, tokens_BU.size(1))
+        repeats = ((tokens_BU[:, 1:] == tokens_BU[:, :-1]) & valid[:, 1:]).sum(1)
+        return lens_B >= (token_lens_B + repeats).clamp(min=1)
+
+    def min_frames(self, tokens: list[int]) -> int:
+        """Frames that these tokens need: one each, one more between equal neighbours, at least one."""
+        repeats = sum(left == right for left, right in zip(tokens, tokens[1:], strict=False))
+        return max(1, len(tokens) + repeats)
+
+    def _check_tokens(self, tokens_BU: Tensor, token_lens_B: Tensor) -> None:
+        wrong = (tokens_BU == self.blank_id) | (tokens_BU < 0) | (tokens_BU >= self.vocab_size)
+        wrong &= length_mask(token_lens_B, tokens_BU.size(1))
+        if wrong.any():
+            row, column = wrong.nonzero()[0].tolist()
+            token = int(tokens_BU[row, column])
+            reason = "which is blank" if token == self.blank_id else f"outside the vocabulary of {self.vocab_size}"
+            raise ValueError(
+                f"token {column} of utterance {row} of the batch is {token}, {reason}; "
+                "encode transcripts with the tokenizer that the model was built with"
+            )

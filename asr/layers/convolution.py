@@ -1,0 +1,52 @@
+"""The Conformer's convolution module (Gulati et al., 2020, figure 2)."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from asr.layers.dropout import Dropout
+from asr.layers.masks import zero_padding
+from asr.layers.norm import MaskedBatchNorm
+
+NORMS = ("batch_norm", "layer_norm")
+
+
+class ConvolutionModule(nn.Module):
+    """Pointwise, gated linear unit, depthwise over time, norm, Swish, pointwise, dropout.
+
+    dim: width D. kernel_size: frames of the depthwise kernel, odd. norm: "batch_norm" (over valid frames) or "layer_norm".
+    """
+
+    def __init__(self, dim: int, kernel_size: int = 31, norm: str = "batch_norm", dropout: float = 0.0):
+        super().__init__()
+        if kernel_size % 2 == 0:
+            raise ValueError(f"kernel_size {kernel_size} must be odd, so that a frame stands in its middle")
+        if norm not in NORMS:
+            raise ValueError(f"conv_norm {norm!r} is none of {', '.join(NORMS)}")
+        self.pointwise_in = nn.Linear(dim, 2 * dim)
+        # Batch norm takes every mean away, and with it such a bias.
+        self.depthwise = nn.Conv1d(dim, dim, kernel_size, groups=dim, bias=norm == "layer_norm")
+        self.norm: nn.Module = MaskedBatchNorm(dim) if norm == "batch_norm" else nn.LayerNorm(dim)
+        self.pointwise_out = nn.Linear(dim, dim)
+        self.dropout = Dropout(dropout)
+
+    def forward(self, frames_BTD: Tensor, mask_BT: Tensor) -> Tensor:
+        """(B, T, D) of frames (B, T, D); padding, masked out before the kernel passes over it, must be finite."""
+        x = zero_padding(F.glu(self.pointwise_in(frames_BTD), dim=-1), mask_BT)
+        x = self._convolve(x)
+        if isinstance(self.norm, MaskedBatchNorm):
+            x = self.norm(x, mask_BT)
+        else:
+            # CPU autocast leaves layer norm in the type it is given.
+            x = self.norm(x.to(self.norm.weight.dtype))
+        return self.dropout(self.pointwise_out(F.silu(x)))
+
+    def _convolve(self, x: Tensor) -> Tensor:
+        # Seen as an image of height 1, (B, T, D) already lies channels-last in memory. PyTorch then reads it in place,
+        # where conv1d would transpose it: 4 to 8 times faster on a CPU.
+        image = x.transpose(1, 2).unsqueeze(2)
+        weight = self.depthwise.weight.unsqueeze(2)
+        padding = (0, self.depthwise.kernel_size[0] // 2)
+        image = F.conv2d(image, weight, self.depthwise.bias, padding=padding, groups=self.depthwise.groups)
+        return image.squeeze(2).transpose(1, 2)
