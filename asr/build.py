@@ -14,10 +14,11 @@ import torch
 from filelock import FileLock
 from hydra.utils import instantiate
 from lhotse import CutSet
+from lhotse.cut import Cut
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from asr.config import TrainSettings, locate
+from asr.config import DecodeSettings, TrainSettings, check, locate
 from asr.data.augment import NoiseMixer, random_volume, speed_perturb
 from asr.data.corpus import prepared_is_current, prepared_splits, write_prepared
 from asr.data.cuts import load_audio, load_cuts
@@ -28,12 +29,14 @@ from asr.data.report import add_tokenizer_section, format_summary, read_report, 
 from asr.features.normalise import FeatureNorm
 from asr.layers.init import initialise
 from asr.model import AsrModel
+from asr.scoring.wer import CJK, Utterance
 from asr.text.normalise import Normaliser
 from asr.text.tokenizer import Tokenizer
 from asr.training.distributed import World, share
 from asr.training.optim import parameter_groups
-from asr.training.run_folder import changed_keys, write_json
+from asr.training.run_folder import changed_keys, safe_name, write_json
 from asr.training.schedule import Schedule
+from asr.types import Hypothesis
 
 log = logging.getLogger(__name__)
 
@@ -178,11 +181,64 @@ def build_train_data(
     )
 
 
-def decode_loader(settings: TrainSettings, tokenizer: Tokenizer, cuts: list[Any], max_duration: float, workers: int) -> Loader:
-    """A loader over a set that is decoded, in order of duration buckets, nothing left out."""
-    fbank = make(settings.features["fbank"])
+def settings_of_run(checkpoint: dict[str, Any]) -> TrainSettings:
+    """The settings a checkpoint was trained with."""
+    return check(OmegaConf.create(checkpoint["config"]))
+
+
+def sets_to_decode(settings: DecodeSettings, trained: TrainSettings) -> dict[str, list[Cut]]:
+    """Cuts of each set that was asked for. Raises ValueError that names the sets there are."""
+    if settings.data.test:
+        corpus = custom_corpus(test=settings.data.test)
+        folder = Path(trained.data.prepared_dir).with_name("decoded") / safe_name(str(Path(settings.data.test).resolve()))
+        write_prepared(corpus, folder, Normaliser(), {"test": settings.data.test})
+        # Named after the file, so that results of several such sets lie side by side.
+        return {safe_name(Path(settings.data.test).stem.partition(".")[0]): list(load_cuts(folder / "test.jsonl.gz"))}
+    splits = prepared_splits(trained.data.prepared_dir)
+    tests = [name for name in splits if name not in ("train", "dev")]
+    wanted = settings.data.sets or tests or ["dev"]
+    unknown = [name for name in wanted if name not in splits]
+    if unknown:
+        raise ValueError(f"data.sets={wanted}: {unknown} not prepared; there are {', '.join(splits)}")
+    return {name: list(load_cuts(splits[name])) for name in wanted}
+
+
+def dev_cuts(trained: TrainSettings) -> list[Cut]:
+    return list(load_cuts(prepared_splits(trained.data.prepared_dir)["dev"]))
+
+
+def averages_to_try(checkpoint: dict[str, Any]) -> list[int]:
+    """Numbers of epochs that `avg=auto` compares for a run that has reached `checkpoint`."""
+    epochs = max(1, checkpoint["progress"]["epoch"] - 1)
+    return sorted({1, *(n for n in (2, 3, 5, 7, 10, 15, 20, 30) if n <= epochs)})
+
+
+def build_decode_loader(
+    trained: TrainSettings, tokenizer: Tokenizer, cuts: list[Cut], max_duration: float, num_workers: int
+) -> Loader:
+    """A loader over a set that is decoded; nothing is left out."""
+    fbank = make(trained.features["fbank"])
     dataset = SpeechDataset(fbank, fbank.output_dim, tokenizer)
-    return Loader(CutSet.from_cuts(cuts), len(cuts), dataset, max_duration, num_workers=workers)
+    return Loader(CutSet.from_cuts(cuts), len(cuts), dataset, max_duration, num_workers=num_workers)
+
+
+def pair_with_references(
+    cuts: list[Cut], hypotheses: dict[str, Hypothesis], tokenizer: Tokenizer
+) -> list[Utterance]:
+    """References and hypotheses under the tokenizer's own normalisation; what was not decoded is empty."""
+    utterances = []
+    for cut in cuts:
+        supervision = cut.supervisions[0]
+        found = hypotheses.get(cut.id)
+        hyp = tokenizer.normaliser(tokenizer.decode(found.tokens)) if found else ""
+        utterances.append(Utterance(cut.id, tokenizer.normaliser(supervision.text or ""), hyp, supervision.speaker or ""))
+    return utterances
+
+
+def scoring_unit(utterances: list[Utterance]) -> str:
+    """Characters where most of the references are Chinese or Japanese, words elsewhere."""
+    text = "".join(utterance.ref for utterance in utterances).replace(" ", "")
+    return "character" if text and len(CJK.findall(text)) > len(text) / 2 else "word"
 
 
 def build_optimizer(settings: TrainSettings, model: nn.Module) -> torch.optim.Optimizer:

@@ -1,4 +1,4 @@
-"""What the two commands share: where a job's folder goes, how a user's mistake is told, flags in place of keys."""
+"""What the two commands share: where a job's folder goes, and how a user's mistake is told."""
 
 from __future__ import annotations
 
@@ -49,24 +49,3 @@ def report_errors() -> Iterator[None]:
             raise
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
-
-
-def flags_to_overrides(arguments: list[str], keys: set[str]) -> list[str]:
-    """Turn `--epoch 30 --avg=9 --use-averaged-model false` into Hydra's `epoch=30 avg=9 ...`; the rest stays.
-
-    Raises ValueError for a flag without its value.
-    """
-    turned: list[str] = []
-    waiting = iter(arguments)
-    for argument in waiting:
-        flag, equals, value = argument.partition("=")
-        key = flag[2:].replace("-", "_") if flag.startswith("--") else ""
-        if key not in keys:
-            turned.append(argument)
-            continue
-        if not equals:
-            value = next(waiting, "")
-            if not value or value.startswith("--"):
-                raise ValueError(f"{flag}: give a value, as in {flag} VALUE")
-        turned.append(f"{key}={value}")
-    return turned

@@ -22,7 +22,6 @@ from asr.data.report import (
     REPORT_NAME,
     SplitStatistics,
     build_report,
-    format_summary,
     read_report,
     write_report,
 )
@@ -91,7 +90,6 @@ def write_prepared(
         for path in temporary.values():
             path.unlink(missing_ok=True)
     write_report(report, prepared_dir)
-    logger.info("Prepared %s\n%s", prepared_dir, format_summary(report))
     return report
 
 

@@ -6,6 +6,7 @@ over, without reading their audio, whatever the number of workers was or is.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 
 import torch
@@ -103,9 +104,12 @@ class Loader:
         # One sampler an epoch, as rank 0 of 1: lhotse's own division would end an epoch early on some ranks.
         common = dict(max_duration=self.max_duration, shuffle=self.shuffle, rank=0, world_size=1, drop_last=False)
         if self.num_buckets > 1:
-            sampler = DynamicBucketingSampler(
-                self.cuts, num_buckets=self.num_buckets, seed=self.seed + epoch, buffer_size=10_000, **common
-            )
+            with warnings.catch_warnings():
+                # It advises lazy manifests; these are in memory already, since the filters have read them.
+                warnings.filterwarnings("ignore", message="You are using DynamicBucketingSampler with an eagerly")
+                sampler = DynamicBucketingSampler(
+                    self.cuts, num_buckets=self.num_buckets, seed=self.seed + epoch, buffer_size=10_000, **common
+                )
         else:
             sampler = SimpleCutSampler(self.cuts, seed=self.seed + epoch, **common)
         for cuts in sampler:

@@ -122,8 +122,9 @@ class Monitor:
         """A picture to TensorBoard and to pictures/NAME.png (the newest one stays)."""
         if self.folder is None:
             return
-        (self.folder / "pictures").mkdir(exist_ok=True)
-        figure.savefig(self.folder / "pictures" / f"{name}.png", dpi=100)
+        path = self.folder / "pictures" / f"{name.replace('/', '_')}.png"
+        path.parent.mkdir(exist_ok=True)
+        figure.savefig(path, dpi=100)
         assert self.writer
         self.writer.add_figure(name, figure, step)
 
@@ -175,8 +176,8 @@ def clock(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
 
 
-def start_logging(folder: Path | None) -> None:
-    """Send the log to the terminal and to `folder`/train.log, in place of whatever a run before this one set up."""
+def start_logging(folder: Path | None, name: str = "train.log") -> None:
+    """Send the log to the terminal and to `folder`/`name`, in place of whatever a run before this one set up."""
     root = logging.getLogger()
     for handler in list(root.handlers):
         root.removeHandler(handler)
@@ -184,7 +185,7 @@ def start_logging(folder: Path | None) -> None:
     root.setLevel(logging.INFO)
     handlers: list[logging.Handler] = [_ScreenHandler()]
     if folder is not None:
-        handlers.append(logging.FileHandler(folder / "train.log", encoding="utf-8"))
+        handlers.append(logging.FileHandler(folder / name, encoding="utf-8"))
     for handler in handlers:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(message)s", "%H:%M:%S"))
         root.addHandler(handler)
