@@ -12,8 +12,8 @@ from asr.types import Encoded
 class Encoder(Protocol):
     """A module from features to frames; its constructor takes `input_dim`, the number of mel bins, from the build.
 
-    Promised, and checked for every YAML in conf/encoder: padding is invisible whatever it holds; the parameters' type is
-    the type of the frames' arithmetic, save what needs fp32; every parameter takes part; too short an input has length 0.
+    Promised, and checked for every YAML in conf/encoder: padding is invisible whatever it holds; every parameter
+    receives a gradient; every precision mode runs and stays finite; too short an input has length 0 and is no error.
     """
 
     output_dim: int

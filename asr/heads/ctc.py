@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -54,7 +56,7 @@ class CTC(nn.Module):
 
     def min_frames(self, tokens: list[int]) -> int:
         """Frames that these tokens need: one each, one more between equal neighbours, at least one."""
-        repeats = sum(left == right for left, right in zip(tokens, tokens[1:], strict=False))
+        repeats = sum(left == right for left, right in pairwise(tokens))
         return max(1, len(tokens) + repeats)
 
     def _check_tokens(self, tokens_BU: Tensor, token_lens_B: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Multi-head self-attention with relative positions (Transformer-XL, Dai et al. 2019; Conformer, Gulati et al. 2020)."""
+"""Self-attention with relative positions (Transformer-XL, Dai et al., 2019; Conformer, Gulati et al., 2020)."""
 
 from __future__ import annotations
 

@@ -15,7 +15,8 @@ NORMS = ("batch_norm", "layer_norm")
 class ConvolutionModule(nn.Module):
     """Pointwise, gated linear unit, depthwise over time, norm, Swish, pointwise, dropout.
 
-    dim: width D. kernel_size: frames of the depthwise kernel, odd. norm: "batch_norm" (over valid frames) or "layer_norm".
+    dim: width D. kernel_size: frames of the depthwise kernel, odd.
+    norm: "batch_norm" over valid frames, or "layer_norm".
     """
 
     def __init__(self, dim: int, kernel_size: int = 31, norm: str = "batch_norm", dropout: float = 0.0):
@@ -27,7 +28,8 @@ class ConvolutionModule(nn.Module):
         self.pointwise_in = nn.Linear(dim, 2 * dim)
         # Batch norm takes every mean away, and with it such a bias.
         self.depthwise = nn.Conv1d(dim, dim, kernel_size, groups=dim, bias=norm == "layer_norm")
-        self.norm: nn.Module = MaskedBatchNorm(dim) if norm == "batch_norm" else nn.LayerNorm(dim)
+        self.norm: MaskedBatchNorm | nn.LayerNorm
+        self.norm = MaskedBatchNorm(dim) if norm == "batch_norm" else nn.LayerNorm(dim)
         self.pointwise_out = nn.Linear(dim, dim)
         self.dropout = Dropout(dropout)
 
@@ -35,12 +37,13 @@ class ConvolutionModule(nn.Module):
         """(B, T, D) of frames (B, T, D); padding, masked out before the kernel passes over it, must be finite."""
         x = zero_padding(F.glu(self.pointwise_in(frames_BTD), dim=-1), mask_BT)
         x = self._convolve(x)
+        return self.dropout(self.pointwise_out(F.silu(self._normalise(x, mask_BT))))
+
+    def _normalise(self, x: Tensor, mask_BT: Tensor) -> Tensor:
         if isinstance(self.norm, MaskedBatchNorm):
-            x = self.norm(x, mask_BT)
-        else:
-            # CPU autocast leaves layer norm in the type it is given.
-            x = self.norm(x.to(self.norm.weight.dtype))
-        return self.dropout(self.pointwise_out(F.silu(x)))
+            return self.norm(x, mask_BT)
+        # CPU autocast would normalise in the type it is given.
+        return self.norm(x.to(self.norm.weight.dtype))
 
     def _convolve(self, x: Tensor) -> Tensor:
         # Seen as an image of height 1, (B, T, D) already lies channels-last in memory. PyTorch then reads it in place,

@@ -12,8 +12,8 @@ _LEVELS = 1 << 16
 class Dropout(nn.Module):
     """Inverted dropout (Srivastava et al., 2014) with probability `p`, active in training mode only.
 
-    On a GPU this is PyTorch's own. On a CPU, PyTorch draws one Bernoulli variable per element, which costs more than the
-    matrix products of a small Conformer; here four 16-bit draws are cut from every 64-bit number of the same global
+    On a GPU this is PyTorch's own. On a CPU, PyTorch draws one Bernoulli variable per element, which costs more than
+    the matrix products of a small Conformer; here four 16-bit draws are cut from every 64-bit number of the same global
     generator. `p` is then rounded to 1/65536, and the kept values are scaled by exactly the inverse of their share.
     """
 

@@ -50,10 +50,10 @@ def initialise(module: nn.Module, mode: str | None) -> None:
     | biases; weights and statistics of norms; embeddings, and linear weights tied to one;      |
     | parameters of other layers, such as the position biases of attention; recurrent layers    |
 
-    fan_in is inputs per group times kernel size, fan_out outputs times kernel size, as PyTorch counts them. The gains are
-    xavier's 1 and kaiming's sqrt(2) for ReLU (Glorot and Bengio, 2010; He et al., 2015); tds is that of time-depth
-    separable networks (Hannun et al., 2019). The modes and formulas are those of NeMo's `init_mode`, which applies them
-    to Linear and Conv1d; "trunc_normal" is BERT's.
+    fan_in is inputs per group times kernel size, fan_out outputs times kernel size, as PyTorch counts them. The gains
+    are xavier's 1 and kaiming's sqrt(2) for ReLU (Glorot and Bengio, 2010; He et al., 2015); tds is that of time-depth
+    separable networks (Hannun et al., 2019). The modes and formulas are those of NeMo's `init_mode`, which applies
+    them to Linear and Conv1d; "trunc_normal" is BERT's.
     """
     if mode is None or mode in ("none", "null"):
         return

@@ -36,7 +36,7 @@ class MaskedBatchNorm(nn.Module):
         x = frames_BTD.float()
         mean, var = self._batch_statistics(x, mask_BT) if self.training else (self.running_mean, self.running_var)
         scale = self.weight.float() * torch.rsqrt(var + self.eps)
-        return torch.addcmul(self.bias.float() - mean * scale, x, scale).to(frames_BTD.dtype)
+        return torch.addcmul(self.bias.float(), x - mean, scale).to(frames_BTD.dtype)
 
     def _batch_statistics(self, x: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
         count = mask_BT.sum()

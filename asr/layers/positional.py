@@ -30,8 +30,8 @@ class RelativePositionalEncoding(nn.Module):
     def forward(self, frames_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """The frames (scaled where asked) and the (2T, D) encodings of the distances T-1, T-2, ..., -T.
 
-        Row c encodes the distance i - j = T - 1 - c of a query frame i to a key frame j. The last row belongs to no pair
-        of frames; with it the relative shift is a matter of views (see `relative_shift`).
+        Row c encodes the distance i - j = T - 1 - c of a query frame i to a key frame j. The last row belongs to no
+        pair of frames; with it the relative shift is a matter of views (see `relative_shift`).
         """
         if self.input_scale != 1.0:
             frames_BTD = frames_BTD * self.input_scale

@@ -1,0 +1,131 @@
+import itertools
+import math
+
+import pytest
+import torch
+
+from asr.heads.ctc import CTC
+from asr.types import Encoded
+
+
+class GivenLogits(CTC):
+    """Takes its frames as they are for logits."""
+
+    def __init__(self, vocab_size, blank_id=0):
+        super().__init__(vocab_size, vocab_size, blank_id, dropout=0.0)
+        self.output = torch.nn.Identity()
+
+
+def loss_of(head, frames, lens, tokens, token_lens):
+    return head.loss(Encoded(frames, torch.tensor(lens)), torch.tensor(tokens), torch.tensor(token_lens))
+
+
+def brute_force(log_probs, tokens, blank):
+    """-log of the sum over every path that collapses to the tokens."""
+    total = 0.0
+    for path in itertools.product(range(log_probs.size(1)), repeat=log_probs.size(0)):
+        collapsed = [t for t, _ in itertools.groupby(path) if t != blank]
+        if collapsed == list(tokens):
+            total += math.exp(sum(log_probs[t, v].item() for t, v in enumerate(path)))
+    return -math.log(total)
+
+
+@pytest.mark.parametrize(("tokens", "num_frames"), [([1], 2), ([2, 2], 4), ([1, 2], 3), ([], 3)])
+def test_equals_the_sum_over_all_paths_with_blank_zero(tokens, num_frames):
+    torch.manual_seed(0)
+    logits = torch.randn(1, num_frames, 3)
+    loss = loss_of(GivenLogits(3), logits, [num_frames], [tokens or [0]], [len(tokens)])
+    assert loss.item() == pytest.approx(brute_force(logits[0].log_softmax(-1), tokens, blank=0), rel=1e-5)
+
+
+def test_empty_transcript_is_all_blank():
+    head = GivenLogits(4)
+    for tokens in ([[0]], [[]]):
+        loss = head.loss(
+            Encoded(torch.zeros(1, 5, 4), torch.tensor([5])), torch.tensor(tokens).long(), torch.tensor([0])
+        )
+        assert loss.item() == pytest.approx(5 * math.log(4), rel=1e-5)
+
+
+INFEASIBLE = {
+    "too few frames": (2, [1, 2, 3], 3),
+    "repeats": (3, [1, 1, 2], 3),
+    "no frames": (0, [1, 2, 3], 3),
+    "no frames and no tokens": (0, [0, 0, 0], 0),
+}
+
+
+@pytest.mark.parametrize("case", INFEASIBLE)
+def test_an_infeasible_item_gives_zero_and_changes_nothing(case):
+    bad_len, bad_tokens, bad_token_len = INFEASIBLE[case]
+    torch.manual_seed(0)
+    head = CTC(6, 5, dropout=0.0)
+    frames = torch.randn(2, 8, 6, requires_grad=True)
+    losses = loss_of(head, frames, [8, bad_len], [[1, 2, 2], bad_tokens], [3, bad_token_len])
+    losses.sum().backward()
+    grads = [parameter.grad.clone() for parameter in head.parameters()]
+    assert losses[1].item() == 0.0
+    assert torch.equal(frames.grad[1], torch.zeros(8, 6))
+    head.zero_grad()
+    good = frames.detach()[:1].requires_grad_()
+    alone = loss_of(head, good, [8], [[1, 2, 2]], [3])
+    alone.sum().backward()
+    torch.testing.assert_close(losses[:1], alone, atol=1e-6, rtol=0)
+    torch.testing.assert_close(frames.grad[:1], good.grad, atol=1e-6, rtol=0)
+    for with_bad, without in zip(grads, head.parameters(), strict=True):
+        torch.testing.assert_close(with_bad, without.grad, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "least"), [([], 1), ([1], 1), ([1, 1], 3), ([1, 2], 2), ([1, 1, 1], 5), ([1, 2, 2, 1], 5)]
+)
+def test_min_frames_is_the_edge_of_feasible(tokens, least):
+    head = GivenLogits(3)
+    needed = head.min_frames(tokens)
+    assert needed == least
+    padded = torch.tensor([tokens + [2] * 3])
+    for num_frames in range(0, 8):
+        feasible = head.feasible(torch.tensor([num_frames]), padded, torch.tensor([len(tokens)]))
+        assert feasible.item() == (num_frames >= needed)
+    loss = head.loss(Encoded(torch.zeros(1, needed, 3), torch.tensor([needed])), padded, torch.tensor([len(tokens)]))
+    assert loss.isfinite().all() and loss.item() > 0
+
+
+def test_padding_of_tokens_and_frames_does_not_matter():
+    torch.manual_seed(0)
+    head = GivenLogits(5)
+    frames = torch.randn(1, 6, 5)
+    short = loss_of(head, frames, [6], [[1, 2]], [2])
+    longer = loss_of(head, torch.cat([frames, torch.randn(1, 4, 5)], 1), [6], [[1, 2, 0, 4, 0]], [2])
+    torch.testing.assert_close(short, longer)
+
+
+def test_blank_and_unknown_ids_in_a_transcript_are_refused():
+    head = GivenLogits(4)
+    frames = torch.zeros(2, 6, 4)
+    with pytest.raises(ValueError, match="token 1 of utterance 1 of the batch is 0, which is blank"):
+        loss_of(head, frames, [6, 6], [[1, 2], [1, 0]], [2, 2])
+    for token in (4, -1):
+        with pytest.raises(ValueError, match="outside the vocabulary of 4"):
+            loss_of(head, frames, [6, 6], [[1, token], [1, 0]], [2, 1])
+
+
+def test_blank_need_not_be_zero():
+    torch.manual_seed(0)
+    logits = torch.randn(1, 3, 3)
+    loss = loss_of(GivenLogits(3, blank_id=2), logits, [3], [[0, 1]], [2])
+    assert loss.item() == pytest.approx(brute_force(logits[0].log_softmax(-1), [0, 1], blank=2), rel=1e-5)
+
+
+def test_overfits_one_utterance():
+    torch.manual_seed(0)
+    head = CTC(12, 5, dropout=0.0)
+    frames = torch.randn(1, 10, 12)
+    optimizer = torch.optim.Adam(head.parameters(), lr=0.05)
+    for _ in range(200):
+        optimizer.zero_grad()
+        loss = loss_of(head, frames, [10], [[3, 1, 1, 4]], [4]).sum()
+        loss.backward()
+        optimizer.step()
+    best = head.log_probs(Encoded(frames, torch.tensor([10])))[0].argmax(-1).tolist()
+    assert [token for token, _ in itertools.groupby(best) if token != head.blank_id] == [3, 1, 1, 4]

@@ -1,0 +1,63 @@
+import torch
+from torch import nn
+
+from asr.encoders.conformer import Conformer
+from asr.heads.ctc import CTC
+from asr.model import AsrModel
+from asr.types import Batch
+
+
+class Halve(nn.Module):
+    def forward(self, features_BTF, lens_B):
+        return features_BTF / 2
+
+
+class Silence(nn.Module):
+    def forward(self, features_BTF, lens_B):
+        return torch.zeros_like(features_BTF)
+
+
+def make(augment):
+    torch.manual_seed(0)
+    encoder = Conformer(20, 16, 1, 2, 32, 7, subsampling_channels=4, dropout=0.0, attention_dropout=0.0)
+    return AsrModel(Halve(), augment, encoder, CTC(16, 5, dropout=0.0))
+
+
+def batch():
+    torch.manual_seed(1)
+    return Batch(
+        ids=["a", "b"],
+        features=torch.randn(2, 60, 20),
+        feature_lens=torch.tensor([60, 44]),
+        tokens=torch.tensor([[1, 2, 3], [4, 0, 0]]),
+        token_lens=torch.tensor([3, 1]),
+        texts=["", ""],
+    )
+
+
+def test_losses_come_from_normalised_features():
+    model, data = make(None).eval(), batch()
+    losses = model(data)
+    assert losses.shape == (2,) and losses.dtype == torch.float32
+    encoded = model.encoder(data.features / 2, data.feature_lens)
+    assert torch.equal(model.encode(data.features, data.feature_lens).frames, encoded.frames)
+    assert torch.equal(losses, model.head.loss(encoded, data.tokens, data.token_lens))
+
+
+def test_augmentation_in_training_only():
+    plain, augmented, data = make(None), make(Silence()), batch()
+    assert torch.equal(plain.eval()(data), augmented.eval()(data))
+    assert not torch.equal(plain.train()(data), augmented.train()(data))
+
+
+def test_a_few_steps_lower_the_loss():
+    model, data = make(None).train(), batch()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(25):
+        optimizer.zero_grad()
+        loss = model(data).sum()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
