@@ -77,7 +77,9 @@ def decode(settings: DecodeSettings, run_dir: Path) -> list[dict[str, Any]]:
 
     avg = settings.avg
     if avg == "auto":
-        avg = best_average(build.averages_to_try(newest.checkpoint), use, lambda: recognise("dev", build.dev_cuts(trained))[0])
+        avg = best_average(
+            build.averages_to_try(newest.checkpoint), use, lambda: recognise("dev", build.dev_cuts(trained))[0]
+        )
     chosen = use(avg)
     log.info("decoding by %s with the %s", method, chosen.how)
     results = []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import json
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from filelock import FileLock
 from hydra.utils import instantiate
 from lhotse import CutSet
@@ -164,7 +167,7 @@ def build_train_data(
     if data.volume_range:
         augments.append(partial(random_volume, min_db=data.volume_range[0], max_db=data.volume_range[1]))
     if data.noise:
-        augments.append(NoiseMixer(load_cuts(data.noise), *data.noise_snr, probability=data.noise_probability))
+        augments.append(NoiseMixer(load_cuts(data.noise), data.noise_snr[0], data.noise_snr[1], data.noise_probability))
 
     def loader(of: list[Any], seed: int, cut_augments: tuple[Any, ...], training: bool) -> Loader:
         dataset = SpeechDataset(fbank, fbank.output_dim, tokenizer, seed, cut_augments)
@@ -176,9 +179,7 @@ def build_train_data(
     dev = list(load_cuts(splits["dev"]))
     longest = max(cut.duration for cut in kept)
     log.info("training on %d utterances, the longest of %.1f s; dev %d", len(kept), longest, len(dev))
-    return TrainData(
-        loader(kept, settings.seed, tuple(augments), True), loader(dev, 0, (), False), len(kept), filtered
-    )
+    return TrainData(loader(kept, settings.seed, tuple(augments), True), loader(dev, 0, (), False), len(kept), filtered)
 
 
 def settings_of_run(checkpoint: dict[str, Any]) -> TrainSettings:
@@ -189,8 +190,10 @@ def settings_of_run(checkpoint: dict[str, Any]) -> TrainSettings:
 def sets_to_decode(settings: DecodeSettings, trained: TrainSettings) -> dict[str, list[Cut]]:
     """Cuts of each set that was asked for. Raises ValueError that names the sets there are."""
     if settings.data.test:
-        corpus = custom_corpus(test=settings.data.test)
-        folder = Path(trained.data.prepared_dir).with_name("decoded") / safe_name(str(Path(settings.data.test).resolve()))
+        corpus = make({"_target_": "recipes.custom.prepare.prepare", "test": settings.data.test})
+        folder = Path(trained.data.prepared_dir).with_name("decoded") / safe_name(
+            str(Path(settings.data.test).resolve())
+        )
         write_prepared(corpus, folder, Normaliser(), {"test": settings.data.test})
         # Named after the file, so that results of several such sets lie side by side.
         return {safe_name(Path(settings.data.test).stem.partition(".")[0]): list(load_cuts(folder / "test.jsonl.gz"))}
@@ -222,16 +225,16 @@ def build_decode_loader(
     return Loader(CutSet.from_cuts(cuts), len(cuts), dataset, max_duration, num_workers=num_workers)
 
 
-def pair_with_references(
-    cuts: list[Cut], hypotheses: dict[str, Hypothesis], tokenizer: Tokenizer
-) -> list[Utterance]:
+def pair_with_references(cuts: list[Cut], hypotheses: dict[str, Hypothesis], tokenizer: Tokenizer) -> list[Utterance]:
     """References and hypotheses under the tokenizer's own normalisation; what was not decoded is empty."""
     utterances = []
     for cut in cuts:
         supervision = cut.supervisions[0]
         found = hypotheses.get(cut.id)
         hyp = tokenizer.normaliser(tokenizer.decode(found.tokens)) if found else ""
-        utterances.append(Utterance(cut.id, tokenizer.normaliser(supervision.text or ""), hyp, supervision.speaker or ""))
+        utterances.append(
+            Utterance(cut.id, tokenizer.normaliser(supervision.text or ""), hyp, supervision.speaker or "")
+        )
     return utterances
 
 
@@ -264,15 +267,12 @@ def search_settings(method: str, options: dict[str, Any]) -> dict[str, Any]:
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in path.parent.glob("*.yaml")))
         raise ValueError(f"method={method}: no such search; known: {known}")
-    section = OmegaConf.to_container(OmegaConf.load(path))
-    assert isinstance(section, dict)
-    return {**section, **options}
+    return {**yaml.safe_load(path.read_text(encoding="utf-8")), **options}
 
 
 def as_plain(settings: TrainSettings) -> dict[str, Any]:
     """The settings as plain values, ready for YAML and checkpoints. Paths of data become absolute."""
-    config = OmegaConf.to_container(OmegaConf.structured(settings), enum_to_str=True)
-    assert isinstance(config, dict)
+    config = json.loads(json.dumps(dataclasses.asdict(settings)))  # enums become their values
     config["data"]["prepared_dir"] = str(Path(settings.data.prepared_dir).resolve())
     return config
 

@@ -299,7 +299,9 @@ def _check_train_rules(settings: TrainSettings, faults: list[str]) -> None:
     if data.min_duration >= data.max_utterance:
         faults.append(f"data.min_duration={data.min_duration}: must be below data.max_utterance={data.max_utterance}")
     if not data.speed_factors or any(not 0.5 <= factor <= 2.0 for factor in data.speed_factors):
-        faults.append(f"data.speed_factors={data.speed_factors}: factors between 0.5 and 2 are expected, as in [0.9,1.0,1.1]")
+        faults.append(
+            f"data.speed_factors={data.speed_factors}: factors between 0.5 and 2 are expected, as in [0.9,1.0,1.1]"
+        )
     for key, pair in (("data.volume_range", data.volume_range), ("data.noise_snr", data.noise_snr)):
         if pair is not None and (len(pair) != 2 or pair[0] > pair[1]):
             faults.append(f"{key}={pair}: a pair [low,high] is expected")

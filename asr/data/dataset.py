@@ -19,7 +19,8 @@ from asr.types import Batch
 class TextEncoder(Protocol):
     """What the dataset needs of a tokenizer."""
 
-    normaliser: Callable[[str], str]
+    @property
+    def normaliser(self) -> Callable[[str], str]: ...
 
     def encode(self, text: str) -> list[int]: ...
 

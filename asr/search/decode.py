@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from asr.model import AsrModel
 from asr.types import Batch, Encoded, Hypothesis
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ class DecodedSet:
 
 @torch.no_grad()
 def decode_set(
-    model: nn.Module,
+    model: AsrModel,
     batches: Iterable[Batch],
     search: Search,
     autocast: Callable[[], AbstractContextManager],

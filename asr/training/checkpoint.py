@@ -47,7 +47,9 @@ def save_atomically(value: dict, path: Path) -> None:
     except BaseException as error:
         Path(temporary).unlink(missing_ok=True)
         if isinstance(error, (OSError, RuntimeError)):
-            raise OSError(f"{path}: the checkpoint could not be written ({error}); earlier ones are untouched") from error
+            raise OSError(
+                f"{path}: the checkpoint could not be written ({error}); earlier ones are untouched"
+            ) from error
         raise
 
 

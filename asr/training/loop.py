@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from asr.config import TrainerSettings
+from asr.model import AsrModel
 from asr.training.averaging import RunningAverage
 from asr.training.checkpoint import CheckpointFolder, generator_states, restore_generators
 from asr.training.distributed import World, average_buffers, gather
@@ -72,16 +72,16 @@ class Trainer:
         run_name: str,
         run_dir: Path,
         settings: TrainerSettings,
-        model: nn.Module,
+        model: AsrModel,
         optimizer: torch.optim.Optimizer,
         schedule: Schedule,
         loader: EpochLoader,
-        validate: Callable[[nn.Module], Validation],
+        validate: Callable[[AsrModel], Validation],
         precision: PrecisionMode,
         monitor: Monitor,
         identity: dict[str, Any],
         world: World,
-        on_validation: Callable[[nn.Module, int], None] | None = None,
+        on_validation: Callable[[AsrModel, int], None] | None = None,
     ):
         self.run_name = run_name
         self.settings = settings
@@ -150,7 +150,13 @@ class Trainer:
         progress.step += 1
         lr = apply_schedule(self.optimizer, self.schedule, progress.step)
         result = train_step(
-            self.model, group, self.optimizer, self.precision, self.settings.clip_norm, self.world, self.precision.device
+            self.model,
+            group,
+            self.optimizer,
+            self.precision,
+            self.settings.clip_norm,
+            self.world,
+            self.precision.device,
         )
         if result.finite:
             progress.skipped_in_a_row = 0
@@ -183,9 +189,7 @@ class Trainer:
         mean_loss = progress.loss_sum / progress.loss_count if progress.loss_count else math.nan
         progress.train_loss.append({"epoch": progress.epoch, "loss": mean_loss})
         progress.seconds_per_epoch.append(progress.seconds_in_epoch)
-        log.info(
-            "epoch %d done: mean loss %.4f in %s", progress.epoch, mean_loss, clock(progress.seconds_in_epoch)
-        )
+        log.info("epoch %d done: mean loss %.4f in %s", progress.epoch, mean_loss, clock(progress.seconds_in_epoch))
         if not self._validated_now:
             self._validate()
         done = progress.epoch

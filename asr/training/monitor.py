@@ -37,7 +37,9 @@ class Monitor:
         self.log_every = log_every
         self.total_steps = total_steps
         self.writer = SummaryWriter(str(folder / "tensorboard")) if folder else None
-        self.bar = tqdm(total=total_steps, unit="step", dynamic_ncols=True, disable=None) if folder and progress else None
+        self.bar = (
+            tqdm(total=total_steps, unit="step", dynamic_ncols=True, disable=None) if folder and progress else None
+        )
         self._first_step: int | None = None
         self._start_window()
         self._started = time.perf_counter()
@@ -59,7 +61,10 @@ class Monitor:
         self._window.append(result)
         if not result.finite:
             self.event(
-                step, "non_finite_step", f"loss {result.loss}, gradient norm {result.grad_norm}; skipped", result.suspects
+                step,
+                "non_finite_step",
+                f"loss {result.loss}, gradient norm {result.grad_norm}; skipped",
+                result.suspects,
             )
         if self.bar is not None:
             self.bar.update(step - self.bar.n)

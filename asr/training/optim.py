@@ -7,7 +7,8 @@ from torch import nn
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     """Weights decay; biases, norms and everything else of one dimension do not. Tied parameters appear once."""
-    decayed, kept = [], []
+    decayed: list[nn.Parameter] = []
+    kept: list[nn.Parameter] = []
     for parameter in model.parameters():
         if parameter.requires_grad:
             (decayed if parameter.dim() > 1 else kept).append(parameter)

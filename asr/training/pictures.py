@@ -8,8 +8,9 @@ from typing import Protocol
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from torch import Tensor, nn
+from torch import Tensor
 
+from asr.model import AsrModel
 from asr.training.monitor import Monitor
 from asr.training.precision import PrecisionMode
 from asr.types import Batch
@@ -31,7 +32,7 @@ class Pictures:
         self.batch = batch.to(precision.device) if batch else None
 
     @torch.no_grad()
-    def draw(self, model: nn.Module, step: int) -> None:
+    def draw(self, model: AsrModel, step: int) -> None:
         """Spectrograms after normalisation and augmentation, and posteriors of heads that have log_probs."""
         if self.batch is None:
             return
@@ -40,7 +41,9 @@ class Pictures:
         with torch.random.fork_rng(devices=[self.precision.device] if self.precision.device.type == "cuda" else []):
             torch.manual_seed(step)
             model.train()
-            seen = model.augment(model.feature_norm(batch.features, batch.feature_lens), batch.feature_lens)
+            seen = model.feature_norm(batch.features, batch.feature_lens)
+            if model.augment is not None:
+                seen = model.augment(seen, batch.feature_lens)
             model.eval()
         self.monitor.figure("features/seen", spectrograms(seen, batch.feature_lens, batch.texts), step)
         if hasattr(model.head, "log_probs"):

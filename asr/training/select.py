@@ -73,7 +73,9 @@ def select_weights(
     if not use_averaged_model:
         missing = [number for number in wanted if number not in have]
         if missing:
-            raise ValueError(f"{folder.folder}: {kind} {_ranges(missing)} of avg={avg} missing; there are {_ranges(have)}")
+            raise ValueError(
+                f"{folder.folder}: {kind} {_ranges(missing)} of avg={avg} missing; there are {_ranges(have)}"
+            )
         states = [load_checkpoint(folder.path(kind, number))["model"] for number in wanted]
         return Selection(mean_of_states(states), checkpoint, kind, end, avg, f"mean of {kind} {_ranges(wanted)}")
     if "average" not in checkpoint:
@@ -122,7 +124,9 @@ def _best_epochs(folder: CheckpointFolder, checkpoint: dict, have: list[int], en
     scored = {e["epoch"]: e["wer"] for e in checkpoint["progress"]["valid"] if e["wer"] is not None}
     ranked = sorted((wer, number) for number, wer in scored.items() if number in have and number <= end)
     if len(ranked) < avg:
-        raise ValueError(f"{folder.folder}: avg={avg} best epochs asked for, {len(ranked)} have a dev WER and a checkpoint")
+        raise ValueError(
+            f"{folder.folder}: avg={avg} best epochs asked for, {len(ranked)} have a dev WER and a checkpoint"
+        )
     return sorted(number for _, number in ranked[:avg])
 
 

@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from asr.model import AsrModel
 from asr.training.distributed import World, sum_gradients, total
 from asr.training.precision import PrecisionMode
 from asr.types import Batch
@@ -29,7 +30,7 @@ class StepResult:
 
 
 def train_step(
-    model: nn.Module,
+    model: AsrModel,
     batches: list[Batch],
     optimizer: torch.optim.Optimizer,
     precision: PrecisionMode,
@@ -89,7 +90,7 @@ def train_step(
     )
 
 
-def count_feasible(model: nn.Module, batch: Batch) -> Tensor:
+def count_feasible(model: AsrModel, batch: Batch) -> Tensor:
     """How many utterances of the batch have frames enough for their transcripts."""
     lens_B = model.encoder.output_lens(batch.feature_lens)
     return model.head.feasible(lens_B, batch.tokens, batch.token_lens).sum()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from asr.model import AsrModel
 from asr.scoring.wer import count_errors
 from asr.training.distributed import World, gather
 from asr.training.precision import PrecisionMode
@@ -32,7 +33,7 @@ class Validation:
 
 @torch.no_grad()
 def validate(
-    model: nn.Module,
+    model: AsrModel,
     batches: Iterable[Batch],
     search: Search,
     to_text: Callable[[list[int]], str],
