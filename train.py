@@ -92,7 +92,7 @@ def train(settings: TrainSettings, run_dir: Path, world: World, device: Any) -> 
     precision = PrecisionMode(mode, device, settings.trainer.initial_grad_scale)
     model = precision.prepare(model.to(device))
     optimizer = build.build_optimizer(settings, model)
-    total_steps = build.count_steps(settings, data)
+    steps_per_epoch, total_steps = build.count_steps(settings, data)
     search = build.build_search(settings.search)
 
     identity = {
@@ -110,8 +110,8 @@ def train(settings: TrainSettings, run_dir: Path, world: World, device: Any) -> 
     # Every process draws its own dropout and masks; the weights were drawn alike.
     torch.manual_seed(settings.seed + world.rank)
     trainer = Trainer(
-        settings.name, run_dir, settings.trainer, model, optimizer, build.build_schedule(settings, total_steps),
-        data.train,
+        settings.name, run_dir, build.trainer_settings(settings, steps_per_epoch), model, optimizer,
+        build.build_schedule(settings, total_steps), data.train,
         lambda model: validate(model, data.dev.epoch(0), search, tokenizer.decode, precision, world, device),
         precision, monitor, identity, world,
         Pictures(monitor, data.dev, precision).draw if settings.trainer.pictures and world.is_main else None,

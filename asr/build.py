@@ -21,7 +21,7 @@ from lhotse.cut import Cut
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from asr.config import PASSED_BY_BUILD, ConfigError, DecodeSettings, TrainSettings, check
+from asr.config import PASSED_BY_BUILD, ConfigError, DecodeSettings, TrainerSettings, TrainSettings, check
 from asr.data.augment import NoiseMixer, random_volume, speed_perturb
 from asr.data.corpus import prepared_is_current, prepared_splits, write_prepared
 from asr.data.cuts import load_audio, load_cuts
@@ -320,9 +320,15 @@ def check_same_data(checkpoint: dict[str, Any] | None, settings: TrainSettings) 
         )
 
 
-def count_steps(settings: TrainSettings, data: TrainData) -> int:
-    """Optimiser steps of the whole run, from the plan of the first epoch."""
+def count_steps(settings: TrainSettings, data: TrainData) -> tuple[int, int]:
+    """Optimiser steps of an epoch, from the plan of the first, and of the whole run."""
     trainer = settings.trainer
     per_epoch = -(-data.train.count_batches() // trainer.accumulate)
     planned = per_epoch * trainer.max_epochs
-    return min(planned, trainer.max_steps) if trainer.max_steps else planned
+    return per_epoch, min(planned, trainer.max_steps) if trainer.max_steps else planned
+
+
+def trainer_settings(settings: TrainSettings, steps_per_epoch: int) -> TrainerSettings:
+    """The settings of the loop; short epochs are sampled twice at least, so that each can be averaged and decoded."""
+    period = max(1, min(settings.trainer.average_period, steps_per_epoch // 2))
+    return dataclasses.replace(settings.trainer, average_period=period)

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from hydra.types import RunMode
 
 from asr.training.run_folder import safe_name
@@ -22,7 +24,7 @@ def in_sweep() -> bool:
 def job_place(name: str, run_dir: str | None) -> tuple[Path, str | None]:
     """The parent and the name of this job's run folder; the name is None where a new one is to be made.
 
-    A given run_dir is the folder itself, in a sweep the parent of one folder per job, named after its overrides.
+    A given run_dir is the folder itself, in a sweep the parent of one folder per job, named after what is swept.
     """
     if not in_sweep():
         if run_dir is None:
@@ -31,9 +33,23 @@ def job_place(name: str, run_dir: str | None) -> tuple[Path, str | None]:
         return folder.parent, folder.name
     hydra_cfg = HydraConfig.get()
     parent = Path(run_dir) if run_dir else Path(hydra_cfg.sweep.dir)
-    own = [o.lstrip("+~") for o in hydra_cfg.overrides.task]
-    own = [o for o in own if not o.startswith(("run_dir=", "experiment=", "debug="))]
-    return parent, f"{hydra_cfg.job.num:03d}_{safe_name(','.join(own))}"
+    label = ",".join(_swept(list(hydra_cfg.overrides.task), sys.argv[1:]))
+    return parent, f"{hydra_cfg.job.num:03d}_{safe_name(label)}"
+
+
+def _swept(overrides: list[str], arguments: list[str]) -> list[str]:
+    """Those of a job's overrides in which it differs from the others; all where the command line does not tell."""
+    parser = OverridesParser.create()
+    keys = set()
+    for argument in arguments:
+        try:
+            override = parser.parse_override(argument)
+        except HydraException:  # a flag
+            continue
+        if override.is_sweep_override():
+            keys.add(override.key_or_group)
+    plain = [override.lstrip("+~") for override in overrides]
+    return [override for override in plain if override.partition("=")[0].partition("@")[0] in keys] or plain
 
 
 @contextmanager

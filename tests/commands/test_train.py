@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from asr.text.tokenizer import load_tokenizer
+from tests.commands.tiny import MODEL, command, last_checkpoint, read_json, train
+
+
+def test_a_run_folder_holds_what_reports_decoding_and_people_need(trained):
+    record = read_json(trained / "train.json")
+    assert (record["status"], record["epochs"], record["steps"], record["precision"]) == ("finished", 3, 12, "fp32")
+    assert [entry["epoch"] for entry in record["valid"]] == [1, 2, 3]
+    assert len(record["seconds_per_epoch"]) == 3 and min(record["seconds_per_epoch"]) > 0
+    assert [entry["epoch"] for entry in record["train_loss"]] == [1, 2, 3]
+    assert record["train_loss"][2]["loss"] < record["train_loss"][0]["loss"]
+    assert record["peak_memory_bytes"] > 10**7 and record["skipped_steps"] == 0
+    assert record["best_valid"]["wer"] == min(entry["wer"] for entry in record["valid"])
+
+    names = {path.name for path in (trained / "checkpoints").iterdir()}
+    assert names == {*(f"epoch-{n}.pt" for n in (1, 2, 3)), *(f"step-{n}.pt" for n in (3, 6, 9, 12))}
+    assert load_tokenizer(trained / "tokenizer").hash == read_json(trained / "tokenizer/tokenizer.json")["hash"]
+    assert set(read_json(trained / "data_report.json")["splits"]) == {"train", "dev", "test", "test_single"}
+    assert {path.name for path in (trained / "pictures").iterdir()} == {"features_seen.png", "ctc_posteriors.png"}
+    assert read_json(trained / "versions.json")["torch"] == torch.__version__
+    for place in ("config.yaml", "metrics.jsonl"):
+        assert (trained / place).stat().st_size > 0
+    events = EventAccumulator(str(trained / "tensorboard")).Reload().Tags()
+    assert {"train/loss", "train/grad_norm", "dev/wer"} <= set(events["scalars"])
+    assert {"features_seen", "ctc_posteriors"} <= {tag.split("/")[-1] for tag in events["images"]}
+
+
+def test_the_log_ends_with_the_word_error_rate_and_a_decode_command_that_works(trained):
+    log = (trained / "train.log").read_text()
+    assert "dev WER" in log.splitlines()[-2]
+    words = log.splitlines()[-1].partition("decode with: python ")[2].split()
+    done = command(*words, "data.num_workers=0", cwd=trained.parent)
+    assert done.returncode == 0, done.stderr
+
+
+def test_nothing_is_left_beside_what_was_asked_for(tmp_path, digits):
+    train(*digits, "trainer.max_steps=1", run_dir=tmp_path / "here" / "run", cwd=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+    assert [path.name for path in (tmp_path / "here").iterdir()] == ["run"]
+
+
+def test_runs_without_a_run_dir_get_new_folders_under_their_name(tmp_path, digits):
+    for _ in range(2):
+        done = command("train.py", *MODEL, *digits, "trainer.max_steps=1", "name=a b/c", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["a_b_c"]
+    runs = list((tmp_path / "runs" / "a_b_c").iterdir())
+    assert len(runs) == 2 and all((run / "checkpoints").is_dir() for run in runs)
+
+
+def test_relative_paths_are_those_of_the_place_where_the_command_was_started(workplace):
+    done = command(
+        "train.py", *MODEL, "data=fsdd", "data.corpus.corpus_dir=../digits", "data.prepared_dir=made/here",
+        "data.corpus.train_strings=6", "trainer.max_steps=1", "run_dir=out/run", cwd=_inside(workplace, "relative"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    base = workplace / "relative"
+    assert sorted(path.name for path in base.iterdir()) == ["made", "out"]
+    config = last_checkpoint(base / "out" / "run")["config"]
+    assert config["data"]["prepared_dir"] == str(base / "made" / "here")
+
+
+def _inside(folder: Path, name: str) -> Path:
+    (folder / name).mkdir()
+    return folder / name
+
+
+def test_special_characters_in_data_paths(tmp_path, workplace):
+    strange = "数据 集,1=[a]#b"
+    (tmp_path / strange).symlink_to(workplace / "digits")
+    overrides = [
+        "data=fsdd", f"data.corpus.corpus_dir='{tmp_path}/{strange}'", f"data.prepared_dir='{tmp_path}/p {strange}'",
+        "data.corpus.train_strings=6", "trainer.max_steps=1", "trainer.max_epochs=1",
+    ]  # fmt: skip
+    done = command("train.py", *MODEL, *overrides, f"name='{strange}'", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (run,) = (tmp_path / "runs" / "数据_集,1=_a_b").iterdir()
+    done = command("decode.py", f"run_dir='{run}'", "data.num_workers=0", "data.sets=[test_single]", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    both = f"data.corpus.corpus_dir='{tmp_path}/{strange}','{tmp_path}/{strange}/'"
+    done = command("train.py", "-m", *MODEL, *overrides, both, "run_dir=sweep", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "sweep").glob("*/checkpoints/*.pt"))) == 2
+
+
+@pytest.mark.parametrize("mode", ["amp_fp16", "amp_bf16", "bf16"])
+def test_every_precision_trains_and_decodes_on_a_cpu(mode, tmp_path, digits, trained):
+    run = train(*digits, f"precision={mode}", "trainer.max_steps=2", "trainer.log_every=1", run_dir=tmp_path / mode)
+    record = read_json(run / "train.json")
+    assert record["precision"] == mode and record["skipped_steps"] == 0
+    assert first_loss(run) == pytest.approx(first_loss(trained), rel=0.02)
+    expected = torch.bfloat16 if mode == "bf16" else torch.float32
+    state = torch.load(run / "checkpoints" / "step-2.pt", weights_only=True)
+    assert state["model"]["head.output.weight"].dtype is expected
+    done = command("decode.py", f"run_dir={run}", "avg=1", "data.num_workers=0", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert read_json(next(run.glob("decode/test-*/result.json")))["num_utterances"] == 5
+
+
+def first_loss(run_dir: Path) -> float:
+    first = (run_dir / "metrics.jsonl").read_text().splitlines()[0]
+    loss = json.loads(first)["loss"]
+    assert isinstance(loss, float)
+    return loss
