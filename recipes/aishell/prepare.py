@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from asr.data.corpus import Corpus
 from asr.data.cuts import make_cut
+from asr.data.lines import read_lines
 
 PARTS = ("train", "dev", "test")
 TRANSCRIPT = Path("transcript") / "aishell_transcript_v0.8.txt"
@@ -61,9 +62,9 @@ def _cuts(paths: Sequence[Path], texts: dict[str, str]) -> Iterator[Cut]:
 
 def _read_transcript(path: Path, keep_spaces: bool) -> dict[str, str]:
     texts = {}
-    for line in path.read_text(encoding="utf-8-sig").splitlines():
-        if words := line.split():
-            texts[words[0]] = (" " if keep_spaces else "").join(words[1:])
+    for _, line in read_lines(path):
+        utterance, *words = line.split()
+        texts[utterance] = (" " if keep_spaces else "").join(words)
     return texts
 
 

@@ -14,6 +14,7 @@ from lhotse.cut import Cut
 
 from asr.data.corpus import Corpus
 from asr.data.cuts import make_cut
+from asr.data.lines import read_lines
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +66,7 @@ def _read(transcripts: Sequence[Path], corpus: Corpus) -> Iterator[Cut]:
     for transcript in transcripts:
         folder = transcript.parent
         audio = {path.stem: path for path in folder.iterdir() if path.suffix.lower() in (".flac", ".wav")}
-        for number, line in enumerate(transcript.read_text(encoding="utf-8-sig").splitlines(), start=1):
-            if not line.strip():
-                continue
+        for number, line in read_lines(transcript):
             utterance, _, text = line.strip().partition(" ")
             speaker = utterance.split("-")[0]
             if speaker != folder.parent.name:
