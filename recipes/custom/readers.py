@@ -32,7 +32,7 @@ from asr.data.cuts import iterate_cuts, make_cut, unreadable_cut
 from asr.data.lines import read_lines
 
 AUDIO_COLUMNS = ("audio", "path", "audio_path", "audio_filepath", "wav", "file")
-COLUMNS = (*AUDIO_COLUMNS, "text", "id", "speaker", "start", "offset", "duration")
+SHAR_NOTES = ("shard_origin", "shar_epoch", "dataloading_info")
 
 
 def read(path: str, corpus: Corpus, audio_dir: str | None) -> Iterator[Cut]:
@@ -197,6 +197,9 @@ def _read_shar(folder: Path, audio_dir: str | None) -> Iterator[Cut]:
     os.makedirs(audio_dir, exist_ok=True)
     for cut in CutSet.from_shar(in_dir=folder):
         name = os.path.join(os.path.abspath(audio_dir), quote(cut.id, safe=""))
+        # Lhotse notes where in the Shar folder a cut came from, as objects that no manifest can hold.
+        custom = {key: value for key, value in (cut.custom or {}).items() if key not in SHAR_NOTES}
+        cut = fastcopy(cut, custom=custom or None)
         yield _with_sources(cut, lambda audio, name=name: _unpacked(audio, name))
 
 
