@@ -30,14 +30,15 @@ from recipes.synthetic.texts import SENTENCES, sentence
 
 SAMPLE_RATE = 16000
 STAMP = "synthetic.json"
-VERSION = 1  # raised when the same settings begin to give other samples
+VERSION = 2  # raised when the same settings begin to give other samples
 LANGUAGE_VOICES = {"en": "gmw/en-US", "zh": "cmn"}  # as the wheel's data names them; its short names are not found
 
-# Those of espeak-ng's variants that speak clearly: no whispers, robots, croaks and jokes.
+# Those of espeak-ng's variants that speak clearly: no whispers, robots, croaks and jokes, and none for training
+# that is nearly a copy of one for testing (gustave of Michael, Mike of m3, adam of Reed).
 VARIANTS = {
     "train": (
-        "Alex Alicia Andy Annie Denis Diogo Gene Gene2 Henrique Hugo Jacky Mike Nguyen RicishayMax Storm Tweaky adam "
-        "antonio benjamin boris david ed edward f1 f2 f3 f5 grandma gustave iven john kaukovalta klatt4 m1 m2 m4 m5 m7 "
+        "Alex Alicia Andy Annie Denis Diogo Gene Gene2 Henrique Hugo Jacky Nguyen RicishayMax Storm Tweaky "
+        "antonio benjamin boris david ed edward f1 f2 f3 f5 grandma iven john kaukovalta klatt4 m1 m2 m4 m5 m7 "
         "m8 marcelo max michel miguel mike2 norbert pablo pedro rob robert shelby steph victor"
     ),
     "dev": "Mario Reed belinda m6 quincy",
