@@ -21,7 +21,7 @@ from lhotse.cut import Cut
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from asr.config import DecodeSettings, TrainSettings, check, locate
+from asr.config import PASSED_BY_BUILD, ConfigError, DecodeSettings, TrainSettings, check
 from asr.data.augment import NoiseMixer, random_volume, speed_perturb
 from asr.data.corpus import prepared_is_current, prepared_splits, write_prepared
 from asr.data.cuts import load_audio, load_cuts
@@ -33,6 +33,7 @@ from asr.features.normalise import FeatureNorm
 from asr.layers.init import initialise
 from asr.model import AsrModel
 from asr.scoring.wer import CJK, Utterance
+from asr.targets import locate, target_faults
 from asr.text.normalise import Normaliser
 from asr.text.tokenizer import Tokenizer
 from asr.training.distributed import World, share
@@ -158,6 +159,7 @@ def build_train_data(
     filtered = count_reasons(rejected)
     if filtered:
         log.info("left out of training: %s", ", ".join(f"{count} {reason}" for reason, count in filtered.items()))
+    kept = kept[: data.limit]
     if not kept:
         raise ValueError(
             f"{splits['train']}: no utterance is left to train on ({filtered}); "
@@ -176,7 +178,7 @@ def build_train_data(
             shuffle=training, seed=seed, rank=world.rank, world_size=world.size, pin_memory=gpu,
         )  # fmt: skip
 
-    dev = list(load_cuts(splits["dev"]))
+    dev = kept if data.limit else list(load_cuts(splits["dev"]))
     longest = max(cut.duration for cut in kept)
     log.info("training on %d utterances, the longest of %.1f s; dev %d", len(kept), longest, len(dev))
     return TrainData(loader(kept, settings.seed, tuple(augments), True), loader(dev, 0, (), False), len(kept), filtered)
@@ -262,12 +264,17 @@ def build_search(node: dict[str, Any]) -> Any:
 
 
 def search_settings(method: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The section of conf/search/METHOD.yaml with `options` over it. Raises ValueError for an unknown method."""
+    """The section of conf/search/METHOD.yaml with `options` over it. Raises ValueError for an unknown method
+    or option."""
     path = CONF / "search" / f"{method}.yaml"
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in path.parent.glob("*.yaml")))
         raise ValueError(f"method={method}: no such search; known: {known}")
-    return {**yaml.safe_load(path.read_text(encoding="utf-8")), **options}
+    section = {**yaml.safe_load(path.read_text(encoding="utf-8")), **options}
+    faults = target_faults("search", section, PASSED_BY_BUILD["search"])
+    if faults:
+        raise ConfigError(faults)
+    return section
 
 
 def as_plain(settings: TrainSettings) -> dict[str, Any]:
