@@ -83,6 +83,8 @@ def decode(settings: DecodeSettings, run_dir: Path) -> list[dict[str, Any]]:
         avg = best_average(
             build.averages_to_try(newest.checkpoint), use, lambda: recognise("dev", build.dev_cuts(trained))[0]
         )
+    if not settings.data.test and build.data_has_changed(newest.checkpoint, trained):
+        log.warning("%s has changed since this run was trained", build.prepared_folder(trained))
     chosen = use(avg)
     log.info("decoding by %s with the %s", method, chosen.how)
     results = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import inspect
 import json
 import logging
@@ -54,9 +55,16 @@ def make(node: dict[str, Any], **arguments: Any) -> Any:
     return instantiate(OmegaConf.create(node), _convert_="all", **arguments)
 
 
+def prepared_folder(settings: TrainSettings) -> Path:
+    """Where this corpus with these settings lies: one folder each, so that a sweep over them overwrites nothing."""
+    stamp = hashlib.sha256(json.dumps(settings.data.corpus, sort_keys=True).encode()).hexdigest()[:8]
+    folder = Path(settings.data.prepared_dir)
+    return folder.with_name(f"{folder.name}-{stamp}")
+
+
 def prepare_data(settings: TrainSettings, world: World) -> dict[str, Path]:
     """Manifests of the checked cuts by split, prepared now unless they are there already."""
-    folder = Path(settings.data.prepared_dir)
+    folder = prepared_folder(settings)
     if world.is_main:
         folder.parent.mkdir(parents=True, exist_ok=True)
         stamp = {"corpus": settings.data.corpus}
@@ -80,7 +88,7 @@ def build_tokenizer(settings: TrainSettings, train_cuts: CutSet) -> Tokenizer:
 
 def report_tokens(splits: dict[str, Path], tokenizer: Tokenizer, settings: TrainSettings, run_dir: Path) -> None:
     """Complete the data report with the tokenizer's view, store it in the run, print it, warn of unknown text."""
-    report = read_report(settings.data.prepared_dir)
+    report = read_report(prepared_folder(settings))
     assert report
     texts = {split: texts_of(load_cuts(path)) for split, path in splits.items()}
     add_tokenizer_section(report, texts, tokenizer)
@@ -192,14 +200,14 @@ def settings_of_run(checkpoint: dict[str, Any]) -> TrainSettings:
 def sets_to_decode(settings: DecodeSettings, trained: TrainSettings) -> dict[str, list[Cut]]:
     """Cuts of each set that was asked for. Raises ValueError that names the sets there are."""
     if settings.data.test:
-        corpus = make({"_target_": "recipes.custom.prepare.prepare", "test": settings.data.test})
-        folder = Path(trained.data.prepared_dir).with_name("decoded") / safe_name(
-            str(Path(settings.data.test).resolve())
-        )
-        write_prepared(corpus, folder, Normaliser(), {"test": settings.data.test})
+        path = Path(settings.data.test).resolve()
+        folder = Path(trained.data.prepared_dir).with_name("decoded") / safe_name(str(path))
+        recipe = "recipes.custom.prepare.prepare"
+        corpus = make({"_target_": recipe, "test": str(path), "shar_audio_dir": str(folder / "audio")})
+        write_prepared(corpus, folder, Normaliser(), {"test": str(path)})
         # Named after the file, so that results of several such sets lie side by side.
-        return {safe_name(Path(settings.data.test).stem.partition(".")[0]): list(load_cuts(folder / "test.jsonl.gz"))}
-    splits = prepared_splits(trained.data.prepared_dir)
+        return {safe_name(path.stem.partition(".")[0]): list(load_cuts(folder / "test.jsonl.gz"))}
+    splits = prepared_splits(prepared_folder(trained))
     tests = [name for name in splits if name not in ("train", "dev")]
     wanted = settings.data.sets or tests or ["dev"]
     unknown = [name for name in wanted if name not in splits]
@@ -209,7 +217,7 @@ def sets_to_decode(settings: DecodeSettings, trained: TrainSettings) -> dict[str
 
 
 def dev_cuts(trained: TrainSettings) -> list[Cut]:
-    return list(load_cuts(prepared_splits(trained.data.prepared_dir)["dev"]))
+    return list(load_cuts(prepared_splits(prepared_folder(trained))["dev"]))
 
 
 def averages_to_try(checkpoint: dict[str, Any]) -> list[int]:
@@ -306,16 +314,21 @@ def check_resume(checkpoint: dict[str, Any], config: dict[str, Any], mode: str) 
 
 def data_fingerprint(settings: TrainSettings) -> str:
     """What tells one state of the prepared data from another."""
-    report = read_report(settings.data.prepared_dir)
+    report = read_report(prepared_folder(settings))
     assert report
     return report["fingerprint"]
 
 
+def data_has_changed(checkpoint: dict[str, Any], settings: TrainSettings) -> bool:
+    """Whether the prepared data is no longer what the checkpoint was trained on."""
+    return checkpoint["data_fingerprint"] != data_fingerprint(settings)
+
+
 def check_same_data(checkpoint: dict[str, Any] | None, settings: TrainSettings) -> None:
-    """Raise ValueError when the data is no longer what the run to be continued was trained on."""
-    if checkpoint and checkpoint["data_fingerprint"] != data_fingerprint(settings):
+    """Raise ValueError when a run would continue on other data than it began with."""
+    if checkpoint and data_has_changed(checkpoint, settings):
         raise ValueError(
-            f"{settings.data.prepared_dir}: the prepared data has changed since this run began; "
+            f"{prepared_folder(settings)}: the prepared data has changed since this run began; "
             "start a new run, or put the data back"
         )
 

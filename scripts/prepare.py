@@ -36,8 +36,8 @@ def prepare(settings: TrainSettings) -> None:
 
     splits = build.prepare_data(settings, World())
     tokenizer = build.build_tokenizer(settings, build.load_cuts(splits["train"]))
-    build.report_tokens(splits, tokenizer, settings, Path(settings.data.prepared_dir))
-    print(f"prepared: {Path(settings.data.prepared_dir).resolve()}")
+    build.report_tokens(splits, tokenizer, settings, build.prepared_folder(settings))
+    print(f"prepared: {build.prepared_folder(settings).resolve()}")
 
 
 if __name__ == "__main__":
