@@ -151,7 +151,7 @@ def fail(run_dir: Path, name: str, error: BaseException) -> None:
 
 def record_failure(run_dir: Path, name: str, error: BaseException) -> None:
     """Leave the traceback in the run's own log and mark the run as failed for the report."""
-    log.error("the run failed: %s", error, exc_info=error)
+    log.error("the run failed: %s", error, exc_info=error, extra={"only_in_file": True})
     path = run_dir / "train.json"
     record = json.loads(path.read_text()) if path.exists() else {"name": name}
     write_json({**record, "status": "failed", "error": f"{type(error).__name__}: {error}"}, path)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import yaml
 from filelock import FileLock
+from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lhotse import CutSet
 from lhotse.cut import Cut
@@ -51,8 +52,11 @@ UTTERANCES_FOR_STATISTICS = 500
 
 
 def make(node: dict[str, Any], **arguments: Any) -> Any:
-    """The object that a `_target_` section names."""
-    return instantiate(OmegaConf.create(node), _convert_="all", **arguments)
+    """The object that a `_target_` section names. Raises what its constructor raises."""
+    try:
+        return instantiate(OmegaConf.create(node), _convert_="all", **arguments)
+    except InstantiationException as error:  # Hydra's own kind would hide a message that was written for the user
+        raise error.__cause__ or error from None
 
 
 def prepared_folder(settings: TrainSettings) -> Path:

@@ -314,7 +314,7 @@ def _train_faults(settings: TrainSettings) -> list[str]:
         faults.append(
             f"trainer.save_every={trainer.save_every}: must be at least trainer.average_period={trainer.average_period}"
         )
-    if not data.corpus and not data.train:
+    if data.corpus.get("train", "found by the recipe") is None:
         faults.append("data.train: give your training data, as in data=custom data.train=my.tsv")
     return faults + _search_faults(settings) + _device_faults(settings.device)
 

@@ -209,10 +209,11 @@ def stop_logging() -> None:
 
 
 class _ScreenHandler(logging.StreamHandler):
-    """Writes above the progress bar instead of through it."""
+    """Writes above the progress bar instead of through it; leaves out what is marked as `only_in_file`."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record), file=sys.stderr)
+        if not getattr(record, "only_in_file", False):
+            tqdm.write(self.format(record), file=sys.stderr)
 
 
 def _mean(values: list[float]) -> float:

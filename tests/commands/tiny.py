@@ -53,7 +53,7 @@ def write_digits(corpus_dir: Path, digits: int = 3, repetitions: int = 4) -> Pat
     return corpus_dir
 
 
-def digits_data(corpus_dir: Path, prepared_dir: Path, train_strings: int = 12) -> list[str]:
+def digits_data(corpus_dir: Path | str, prepared_dir: Path | str, train_strings: int = 12) -> list[str]:
     """Overrides that prepare and train on `write_digits`."""
     return [
         "data=fsdd",

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+
+from asr.config import ConfigError, DecodeSettings, TrainSettings, check, check_overrides
+
+ROOT = Path(__file__).resolve().parents[1]
+CONF = ROOT / "conf"
+GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir())
+ADDED = ("experiment", "debug")
+# What must be given with a choice, as its own comment says.
+NEEDED = {"data=custom": ["data.train=my.tsv"]}
+
+
+def choices(group: str) -> list[str]:
+    return sorted(path.relative_to(CONF / group).with_suffix("").as_posix() for path in (CONF / group).rglob("*.yaml"))
+
+
+def compose_train(*overrides: str):
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("train", overrides=list(overrides))
+
+
+def faults_of(*overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        check(compose_train(*overrides))
+    return caught.value.faults
+
+
+def test_the_default_and_every_key_of_the_schema_can_be_overridden_as_documented():
+    cfg = compose_train()
+    settings = check(cfg)
+    assert settings.name == "demo"
+    for group, of in (("trainer", settings.trainer), ("data", settings.data)):
+        own = vars(of).keys() - ({"train", "dev", "test"} if group == "data" else set())
+        assert own <= cfg[group].keys(), "a key that is in no YAML needs a plus on the command line"
+
+
+@pytest.mark.parametrize("choice", [f"{group}={name}" for group in GROUPS for name in choices(group)])
+def test_every_choice_of_every_group_composes_and_passes_the_check(choice):
+    group = choice.partition("=")[0]
+    settings = check(compose_train(("+" if group in ADDED else "") + choice, *NEEDED.get(choice, [])))
+    assert isinstance(settings, TrainSettings)
+
+
+@pytest.mark.parametrize("experiment", choices("experiment"))
+@pytest.mark.parametrize("debug", choices("debug"))
+def test_debug_settings_go_with_every_experiment(experiment, debug):
+    check(compose_train(f"+experiment={experiment}", f"+debug={debug}"))
+
+
+@pytest.mark.parametrize("name", [f"{group}/{name}" for group in ADDED for name in choices(group)])
+def test_an_experiment_is_short_and_begins_with_its_command(name):
+    lines = (CONF / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    group, _, choice = name.partition("/")
+    assert len(lines) <= 30
+    header = [line for line in lines[:4] if line.startswith("#")]
+    assert header[0] == "# @package _global_"
+    assert any(line.startswith("# python train.py") and f"+{group}={choice}" in line for line in header)
+    for line in header:  # each command's overrides are keys that exist
+        words = line.removeprefix("# ").split()
+        if words[:2] == ["python", "train.py"]:
+            check_overrides([word for word in words[2:] if "=" in word], TrainSettings)
+        if words[:2] == ["python", "decode.py"]:
+            check_overrides([word for word in words[2:] if "=" in word], DecodeSettings)
+
+
+def test_all_faults_are_told_at_once_with_key_value_allowed_and_nearest_key():
+    faults = faults_of(
+        "+typo=1", "+trainer.max_epoch=3", "precision=fp61", "+encoder.num_layer=3", "encoder.output_dim=wide",
+        "+head.vocab_size=5", "optim._target_=os.system", "data.speed_factors=[]", "trainer.save_every=3",
+        "data.max_duration=-1", "+features.mel=1", "device=gpu", "trainer.accumulate=two",
+    )  # fmt: skip
+    text = "\n".join(faults)
+    assert re.search(r"^typo=1: no such key; .*known keys: .*trainer", text, re.M)
+    assert re.search(r"^trainer.max_epoch=3: .*did you mean max_epochs", text, re.M)
+    assert re.search(r"^precision='fp61': .*fp32, amp_fp16, amp_bf16, bf16", text, re.M)
+    assert re.search(r"^encoder.num_layer=3: .*Conformer takes no such argument; did you mean num_layers", text, re.M)
+    assert re.search(r"^encoder.output_dim='wide': int is expected", text, re.M)
+    assert re.search(r"^head.vocab_size=5: .*no such argument", text, re.M), "build passes it, so YAML must not"
+    assert re.search(r"^optim._target_='os.system': only asr., recipes., torch. may be named", text, re.M)
+    assert re.search(r"^data.speed_factors=\[\]: .*as in \[0.9,1.0,1.1\]", text, re.M)
+    assert re.search(r"^trainer.save_every=3: must be at least trainer.average_period=10", text, re.M)
+    assert re.search(r"^data.max_duration=-1.0: must be above 0", text, re.M)
+    assert re.search(r"^features.mel=1: no such key", text, re.M)
+    assert re.search(r"^device=gpu: auto, cpu, cuda or cuda:N", text, re.M)
+    assert re.search(r"^trainer.accumulate='two': .*could not be converted to Integer", text, re.M)
+    assert len(faults) == 13
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["~encoder"], r"^encoder: choose one, as in encoder=NAME"),
+        (["encoder._target_=asr.encoders.nothing.Nothing"], r"^encoder._target_=.*cannot be imported"),
+        (["encoder._target_=asr.encoders.conformer.Conform"], r"^encoder._target_=.*cannot be imported"),
+        (["+tokenizer.normaliser._target_=os.system"], r"^tokenizer.normaliser._target_='os.system': only asr\."),
+        (["+augment.more=[{_target_: os.system}]"], r"^augment.more\[0\]._target_='os.system'"),
+        (["head._target_=os.system"], r"^head._target_='os.system'"),
+        (["encoder.num_layers=null"], r"^encoder.num_layers=None: int is expected"),
+        (["data=custom"], r"^data.train: give your training data, as in data=custom data.train="),
+        (["data.noise_snr=[20,10]"], r"^data.noise_snr=\[20.0, 10.0\]: a pair \[low,high\]"),
+        (["data.min_duration=30"], r"^data.min_duration=30.0: must be below data.max_utterance=20.0"),
+        (["data.limit=some"], r"^data.limit='some': .*Integer"),
+        (["name=${nothing.there}"], r"nothing.there"),
+        (["data.limit=0"], r"^data.limit=0: must be above 0"),
+        (["data.num_workers=-1"], r"^data.num_workers=-1: must be 0 or more"),
+        (["resume=maybe"], r"^resume='maybe': .*auto, true, false"),
+        (["init_mode=xavier"], r"^init_mode='xavier': .*xavier_uniform"),
+    ],
+)
+def test_a_fault_is_told_in_words(overrides, message):
+    assert any(re.search(message, fault) for fault in faults_of(*overrides))
+
+
+def test_yaml_and_typed_values_mean_the_same():
+    assert check(compose_train("resume=true")).resume.value == "true"
+    assert check(compose_train("resume='true'")).resume.value == "true"
+    assert check(compose_train("data.max_duration=20")).data.max_duration == 20.0
+    assert check(compose_train("trainer.max_steps=null")).trainer.max_steps is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "messages"),
+    [
+        (["trian.lr=1", "sed=3"], [r"^trian.lr=1: .*did you mean trainer", r"^sed=3: .*did you mean seed"]),
+        (["trainer.max_epoch=3"], [r"^trainer.max_epoch=3: .*did you mean max_epochs"]),
+        (["data.max_durations=3"], [r"did you mean max_duration"]),
+    ],
+)
+def test_misspelt_overrides_are_found_before_anything_is_composed(overrides, messages):
+    with pytest.raises(ConfigError) as caught:
+        check_overrides(overrides, TrainSettings)
+    assert len(caught.value.faults) == len(messages)
+    for message in messages:
+        assert any(re.search(message, fault) for fault in caught.value.faults)
+
+
+def test_overrides_that_are_right_or_for_others_to_judge_pass():
+    check_overrides(
+        ["encoder=conformer_s", "encoder.any=1", "+new=2", "~search", "hydra.sweep.dir=x", "optim.lr=1", "data=an4",
+         "data.train=a=b.tsv", "experiment=x", "hydra/launcher=joblib", "trainer.max_steps=3", "--help", "-m"],
+        TrainSettings,
+    )  # fmt: skip
+
+
+LIGHT = """
+import runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    print(sorted({"torch", "lhotse", "numpy"} & sys.modules.keys()), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "argument", "code", "said"),
+    [
+        ("train.py", "--help", 0, "conformer_xs"),
+        ("decode.py", "--help", 0, "ctc_prefix_beam_search"),
+        ("scripts/prepare.py", "--help", 0, "fsdd"),
+        ("train.py", "trian.lr=1", 1, "error: 1 fault in the configuration:\n  - trian.lr=1"),
+        ("train.py", "encoder.num_layer=1", 1, "encoder.num_layer"),
+        ("decode.py", "epcoh=1", 1, "did you mean epoch"),
+    ],
+)
+def test_help_and_misspelt_overrides_answer_without_importing_torch(script, argument, code, said, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", LIGHT, str(ROOT / script), argument], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == code
+    assert said in done.stdout + done.stderr
+    assert done.stderr.splitlines()[-1] == "[]"
+    assert "Traceback" not in done.stderr and not list(tmp_path.iterdir())
