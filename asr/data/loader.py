@@ -49,17 +49,7 @@ class Loader:
         world_size: int = 1,
         pin_memory: bool = False,
     ):
-        self.cuts = list(cuts)
-        if not self.cuts:
-            raise ValueError("there is nothing to load: no utterance is left in this set")
-        self.max_duration = max_duration
-        self.shuffle = shuffle
-        self.seed = seed
-        self.rank = rank
-        self.world_size = world_size
-        self._durations = [cut.duration for cut in self.cuts]
-        self._buckets = _buckets(self._durations, min(num_buckets, len(self.cuts) // CUTS_PER_BUCKET))
-        self._plan = _Plan(self)
+        self._plan = _Plan(list(cuts), max_duration, num_buckets, shuffle, seed, rank, world_size)
         self._loader: DataLoader = DataLoader(
             dataset,
             batch_size=None,
@@ -81,22 +71,60 @@ class Loader:
 
     def batches(self, epoch: int) -> list[list[Cut]]:
         """Cuts of each of this rank's batches in `epoch`; nothing is read."""
-        batches = self._all_batches(epoch)
-        own = range(self.rank, -(-len(batches) // self.world_size) * self.world_size, self.world_size)
-        return [[self.cuts[i] for i in batches[position % len(batches)]] for position in own]
+        return self._plan.batches(epoch)
 
     def count_batches(self, epoch: int = 1) -> int:
         """Number of batches of this rank in `epoch`, found by planning it."""
-        return -(-len(self._all_batches(epoch)) // self.world_size)
+        return len(self._plan.batches(epoch))
 
-    def _all_batches(self, epoch: int) -> list[list[int]]:
+
+class _Plan(torch.utils.data.Sampler):
+    """What the DataLoader hands to its workers: (cuts, epoch) of every batch of an epoch that is still to come.
+
+    Knows nothing of its Loader: with a reference cycle, the garbage collector would end the workers, in an order that
+    makes them miss the word and be waited for.
+    """
+
+    def __init__(
+        self,
+        cuts: list[Cut],
+        max_duration: float,
+        num_buckets: int,
+        shuffle: bool,
+        seed: int,
+        rank: int,
+        world_size: int,
+    ):
+        if not cuts:
+            raise ValueError("there is nothing to load: no utterance is left in this set")
+        self.cuts = cuts
+        self.durations = [cut.duration for cut in cuts]
+        self.buckets = _buckets(self.durations, min(num_buckets, len(cuts) // CUTS_PER_BUCKET))
+        self.max_duration = max_duration
+        self.shuffle = shuffle
+        self.seed = seed
+        self.rank = rank
+        self.world_size = world_size
+        self.epoch = 1
+        self.start_batch = 0
+
+    def __iter__(self) -> Iterator[tuple[list[Cut], int]]:
+        epoch = self.epoch
+        return iter([(cuts, epoch) for cuts in self.batches(epoch)[self.start_batch :]])
+
+    def batches(self, epoch: int) -> list[list[Cut]]:
+        batches = self._of_all_ranks(epoch)
+        own = range(self.rank, -(-len(batches) // self.world_size) * self.world_size, self.world_size)
+        return [[self.cuts[i] for i in batches[position % len(batches)]] for position in own]
+
+    def _of_all_ranks(self, epoch: int) -> list[list[int]]:
         order = list(range(len(self.cuts)))
         if not self.shuffle:
-            order.sort(key=self._durations.__getitem__)
+            order.sort(key=self.durations.__getitem__)
             return self._pack(order)
         rng = random.Random(f"{self.seed} {epoch}")
         rng.shuffle(order)
-        order.sort(key=self._buckets.__getitem__)
+        order.sort(key=self.buckets.__getitem__)
         batches = self._pack(order)
         rng.shuffle(batches)
         return batches
@@ -106,12 +134,12 @@ class Loader:
         batches: list[list[int]] = []
         longest = 0.0
         for index in order:
-            longest = max(longest, self._durations[index])
+            longest = max(longest, self.durations[index])
             if batches and (len(batches[-1]) + 1) * longest <= self.max_duration:
                 batches[-1].append(index)
             else:
                 batches.append([index])
-                longest = self._durations[index]
+                longest = self.durations[index]
         return batches
 
 
@@ -123,19 +151,6 @@ def _buckets(durations: list[float], num_buckets: int) -> list[int]:
         buckets[index] = int(num_buckets * before / total) if total else 0
         before += durations[index]
     return buckets
-
-
-class _Plan(torch.utils.data.Sampler):
-    """What the DataLoader hands to its workers: (cuts, epoch) of every batch that is still to come."""
-
-    def __init__(self, owner: Loader):
-        self.owner = owner
-        self.epoch = 1
-        self.start_batch = 0
-
-    def __iter__(self) -> Iterator[tuple[list[Cut], int]]:
-        epoch = self.epoch
-        return iter([(cuts, epoch) for cuts in self.owner.batches(epoch)[self.start_batch :]])
 
 
 def _start_worker(_: int) -> None:

@@ -1,4 +1,6 @@
+import multiprocessing
 import random
+import time
 import warnings
 from collections import Counter
 from itertools import chain
@@ -164,6 +166,17 @@ def test_an_epoch_that_was_asked_for_is_not_changed_by_the_next_call(make_loader
     loader = make_loader()
     first, _ = loader.epoch(1), loader.epoch(2, start_batch=3)
     assert [batch.ids for batch in first] == ids(loader.batches(1))
+
+
+def test_workers_end_with_their_loader(make_loader):
+    loader = make_loader(num_workers=2)
+    begun = loader.epoch(1)
+    next(begun)
+    workers = multiprocessing.active_children()
+    started = time.monotonic()
+    del begun, loader
+    assert time.monotonic() - started < 4
+    assert workers and not any(worker.is_alive() for worker in workers)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

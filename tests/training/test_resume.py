@@ -1,5 +1,6 @@
 """A run that is interrupted anywhere and continued is, bit for bit, the run that was never interrupted."""
 
+import contextlib
 import copy
 
 import numpy as np
@@ -58,10 +59,9 @@ def train(trainer, stop_at=None):
             take_step(group)
 
         trainer._step = step
-    try:
+    with contextlib.suppress(Interrupted):
         trainer.fit()
-    except Interrupted:
-        pass
+    vars(trainer).pop("_step", None)
     trainer.monitor.close()
     return copy.deepcopy(trainer.state_dict())
 
@@ -80,7 +80,7 @@ def continued(tiny, run_dir, **options):
     ("stop_at", "found"), [(6, "step-3.pt"), (11, "epoch-1.pt"), (12, "epoch-1.pt"), (16, "step-15.pt")]
 )
 def test_the_same_after_an_interruption(tiny, tmp_path, mode, stop_at, found):
-    options = dict(mode=mode, save_every=3, valid_every=4, initial_grad_scale=2.0**24)
+    options = dict(mode=mode, save_every=3, valid_every=4, initial_grad_scale=2.0**14)
     whole = train(tiny.trainer(tmp_path / "whole", **options))
     assert (whole["progress"]["skipped_steps"] > 0) == (mode == "amp_fp16")
     train(tiny.trainer(tmp_path / "cut", **options), stop_at)
@@ -175,7 +175,7 @@ def test_another_number_of_processes_starts_the_epoch_again_in_words(tiny, tmp_p
 
 def test_restarting_an_epoch_keeps_the_weights_and_says_why(tiny, tmp_path, caplog):
     trained = train(tiny.trainer(tmp_path, save_every=1), stop_at=5)
-    _, trainer = continued(tiny, tmp_path)
+    _, trainer = continued(tiny, tmp_path, save_every=1)
     trainer.restart_epoch("data.max_duration=50 makes other batches")
     assert "epoch 1 starts again" in caplog.text and "data.max_duration=50" in caplog.text
     changed = tiny.differences(trained, trainer.state_dict())
