@@ -30,7 +30,7 @@ class Loader:
         max_duration: seconds of audio per batch, padding included. Only a longer cut, alone in its batch, exceeds it.
         num_buckets: of similar duration, from which batches are drawn; fewer are used where there are few cuts.
         num_workers: processes that read ahead; 0 reads in this one.
-        shuffle: a new order every epoch; otherwise from the shortest to the longest cut.
+        shuffle: a new order every epoch; otherwise from the longest to the shortest cut.
         seed: of the order.
         rank, world_size: this process takes every world_size-th batch. The first batches of an epoch fill up its
             last round, so that all ranks make the same number of steps.
@@ -120,7 +120,7 @@ class _Plan(torch.utils.data.Sampler):
     def _of_all_ranks(self, epoch: int) -> list[list[int]]:
         order = list(range(len(self.cuts)))
         if not self.shuffle:
-            order.sort(key=self.durations.__getitem__)
+            order.sort(key=lambda index: -self.durations[index])
             return self._pack(order)
         rng = random.Random(f"{self.seed} {epoch}")
         rng.shuffle(order)

@@ -119,5 +119,5 @@ def tiny():
     """The helpers of these tests."""
     return SimpleNamespace(
         model=tiny_model, batch=batch_of, loader=ListLoader, trainer=make_trainer, flat=flat, differences=differences,
-        to_text=to_text, num_mel_bins=NUM_MEL_BINS,
+        to_text=to_text, num_mel_bins=NUM_MEL_BINS, precision=lambda mode: PrecisionMode(mode, CPU),
     )  # fmt: skip

@@ -80,7 +80,7 @@ def continued(tiny, run_dir, **options):
     ("stop_at", "found"), [(6, "step-3.pt"), (11, "epoch-1.pt"), (12, "epoch-1.pt"), (16, "step-15.pt")]
 )
 def test_the_same_after_an_interruption(tiny, tmp_path, mode, stop_at, found):
-    options = dict(mode=mode, save_every=3, valid_every=4, initial_grad_scale=2.0**14)
+    options = dict(mode=mode, save_every=3, valid_every=4, initial_grad_scale=2.0**17)
     whole = train(tiny.trainer(tmp_path / "whole", **options))
     assert (whole["progress"]["skipped_steps"] > 0) == (mode == "amp_fp16")
     train(tiny.trainer(tmp_path / "cut", **options), stop_at)
