@@ -32,7 +32,7 @@ def test_it_leaves_no_trace_and_repeats_exactly(tiny, training):
 
 def test_the_result_is_the_same_to_the_last_bit_in_every_order_of_batches(tiny):
     model, names = tiny.model(), [f"u{i}" for i in range(20)]
-    orders = ([tiny.batch([name]) for name in order] for order in (names, names[::-1], sorted(names, key=hash)))
+    orders = ([tiny.batch([name]) for name in order] for order in (names, names[::-1], names[1::2] + names[::2]))
     assert len({run(tiny, model, batches).loss for batches in orders}) == 1
 
 
