@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import hydra
 
+from asr.command import report_errors
+from asr.config import DecodeSettings, check, check_overrides
+
 if TYPE_CHECKING:  # see train.py
     from omegaconf import DictConfig
 
-    from asr.config import DecodeSettings
     from asr.scoring.wer import Utterance
     from asr.search.decode import DecodedSet
     from asr.training.select import Selection
@@ -26,17 +28,18 @@ FLAGS = {"run_dir", "epoch", "iter", "avg", "use_averaged_model", "method", "pre
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="decode")
 def main(cfg: DictConfig) -> None:
-    from asr.command import report_errors
-    from asr.config import DecodeSettings, check
-    from asr.training.monitor import start_logging
-
     with report_errors():
         settings = check(cfg, DecodeSettings)
+        from asr.training.monitor import start_logging, stop_logging
+
         run_dir = Path(settings.run_dir)
         if not run_dir.is_dir():
             raise ValueError(f"run_dir={run_dir}: no such folder")
         start_logging(run_dir, "decode.log")
-        decode(settings, run_dir)
+        try:
+            decode(settings, run_dir)
+        finally:
+            stop_logging()
 
 
 def decode(settings: DecodeSettings, run_dir: Path) -> list[dict[str, Any]]:
@@ -80,6 +83,8 @@ def decode(settings: DecodeSettings, run_dir: Path) -> list[dict[str, Any]]:
         avg = best_average(
             build.averages_to_try(newest.checkpoint), use, lambda: recognise("dev", build.dev_cuts(trained))[0]
         )
+    if not settings.data.test and build.data_has_changed(newest.checkpoint, trained):
+        log.warning("%s has changed since this run was trained", build.prepared_folder(trained))
     chosen = use(avg)
     log.info("decoding by %s with the %s", method, chosen.how)
     results = []
@@ -133,10 +138,14 @@ def flags_to_overrides(arguments: list[str]) -> list[str]:
             value = next(waiting, "")
             if not value or value.startswith("--"):
                 sys.exit(f"error: {flag}: give a value, as in {flag} VALUE")
+        if argument.startswith("search."):
+            argument = f"++{argument}"  # which options there are depends on the method
         turned.append(f"{key}={value}" if key in FLAGS else argument)
     return turned
 
 
 if __name__ == "__main__":
     sys.argv[1:] = flags_to_overrides(sys.argv[1:])
+    with report_errors():
+        check_overrides(sys.argv[1:], DecodeSettings)
     main()

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hydra
 
-if TYPE_CHECKING:  # the imports proper stand in the functions, so that --help and a misspelt override answer at once
+from asr.command import in_sweep, job_place, report_errors
+from asr.config import ConfigError, TrainSettings, check, check_overrides
+from asr.training.run_folder import open_run_dir, versions, write_json
+
+if TYPE_CHECKING:  # what imports torch stands in the functions, so that --help and a misspelt override answer at once
     from omegaconf import DictConfig
 
-    from asr.config import TrainSettings
     from asr.training.distributed import World
 
 log = logging.getLogger("train")
@@ -19,26 +24,36 @@ log = logging.getLogger("train")
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> None:
-    from asr.command import job_place, report_errors
-    from asr.config import check
-    from asr.training.distributed import connect, disconnect, share
-    from asr.training.monitor import start_logging
-    from asr.training.run_folder import open_run_dir
-
     with report_errors():
-        settings = check(cfg)
-        parent, label = job_place(settings.name, settings.run_dir)
-        world, device = connect(settings.device)
-        run_dir = Path(share(str(open_run_dir(parent, label, settings.resume)) if world.is_main else "", world))
-        start_logging(run_dir if world.is_main else None)
         try:
-            train(settings, run_dir, world, device)
-        except BaseException as error:
-            if world.is_main:
-                record_failure(run_dir, settings.name, error)
+            settings = check(cfg)
+        except ConfigError as error:
+            if in_sweep():  # the others go on; this one is found among them as a failed run
+                place = job_place(str(cfg.get("name")), cfg.get("run_dir"))
+                fail(open_run_dir(*place, resume="auto"), str(cfg.get("name")), error)
             raise
-        finally:
-            disconnect()
+        run(settings)
+
+
+def run(settings: TrainSettings) -> None:
+    """Find the run's folder and its place among other processes, train, and record how it ended."""
+    from asr.training.distributed import connect, disconnect, share
+    from asr.training.monitor import start_logging, stop_logging
+
+    world, device = connect(settings.device)
+    run_dir = None
+    try:
+        place = job_place(settings.name, settings.run_dir)
+        run_dir = Path(share(str(open_run_dir(*place, settings.resume)) if world.is_main else "", world))
+        start_logging(run_dir if world.is_main else None)
+        train(settings, run_dir, world, device)
+    except BaseException as error:
+        if run_dir and world.is_main:
+            record_failure(run_dir, settings.name, error)
+        raise
+    finally:
+        stop_logging()
+        disconnect()
 
 
 def train(settings: TrainSettings, run_dir: Path, world: World, device: Any) -> None:
@@ -52,7 +67,7 @@ def train(settings: TrainSettings, run_dir: Path, world: World, device: Any) -> 
     from asr.training.monitor import Monitor
     from asr.training.pictures import Pictures
     from asr.training.precision import PrecisionMode, resolve_precision
-    from asr.training.run_folder import versions
+    from asr.training.profile import profiled
     from asr.training.validate import validate
 
     if settings.trainer.num_threads:
@@ -114,8 +129,10 @@ def train(settings: TrainSettings, run_dir: Path, world: World, device: Any) -> 
         type(model.encoder).__name__, type(model.head).__name__,
         sum(p.numel() for p in model.parameters()) / 1e6, total_steps,
     )  # fmt: skip
+    traces = run_dir / "profile" if settings.trainer.profile and world.is_main else None
     try:
-        progress = trainer.fit()
+        with profiled(traces), torch.autograd.set_detect_anomaly(settings.trainer.detect_anomaly):
+            progress = trainer.fit()
     finally:
         monitor.close()
     best = progress.best()
@@ -125,12 +142,17 @@ def train(settings: TrainSettings, run_dir: Path, world: World, device: Any) -> 
     log.info("decode with: python decode.py run_dir=%s avg=%d", run_dir, max(1, min(5, progress.epoch - 1)))
 
 
+def fail(run_dir: Path, name: str, error: BaseException) -> None:
+    """Record the failure of a run that did not begin."""
+    from asr.training.monitor import start_logging, stop_logging
+
+    start_logging(run_dir)
+    record_failure(run_dir, name, error)
+    stop_logging()
+
+
 def record_failure(run_dir: Path, name: str, error: BaseException) -> None:
     """Leave the traceback in the run's own log and mark the run as failed for the report."""
-    import json
-
-    from asr.training.run_folder import write_json
-
     log.error("the run failed: %s", error, exc_info=error)
     path = run_dir / "train.json"
     record = json.loads(path.read_text()) if path.exists() else {"name": name}
@@ -138,4 +160,6 @@ def record_failure(run_dir: Path, name: str, error: BaseException) -> None:
 
 
 if __name__ == "__main__":
+    with report_errors():
+        check_overrides(sys.argv[1:], TrainSettings)
     main()

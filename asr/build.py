@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import inspect
 import json
 import logging
@@ -21,7 +22,7 @@ from lhotse.cut import Cut
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from asr.config import DecodeSettings, TrainSettings, check, locate
+from asr.config import PASSED_BY_BUILD, ConfigError, DecodeSettings, TrainSettings, check
 from asr.data.augment import NoiseMixer, random_volume, speed_perturb
 from asr.data.corpus import prepared_is_current, prepared_splits, write_prepared
 from asr.data.cuts import load_audio, load_cuts
@@ -33,6 +34,7 @@ from asr.features.normalise import FeatureNorm
 from asr.layers.init import initialise
 from asr.model import AsrModel
 from asr.scoring.wer import CJK, Utterance
+from asr.targets import locate, target_faults
 from asr.text.normalise import Normaliser
 from asr.text.tokenizer import Tokenizer
 from asr.training.distributed import World, share
@@ -53,9 +55,16 @@ def make(node: dict[str, Any], **arguments: Any) -> Any:
     return instantiate(OmegaConf.create(node), _convert_="all", **arguments)
 
 
+def prepared_folder(settings: TrainSettings) -> Path:
+    """Where this corpus with these settings lies: one folder each, so that a sweep over them overwrites nothing."""
+    stamp = hashlib.sha256(json.dumps(settings.data.corpus, sort_keys=True).encode()).hexdigest()[:8]
+    folder = Path(settings.data.prepared_dir)
+    return folder.with_name(f"{folder.name}-{stamp}")
+
+
 def prepare_data(settings: TrainSettings, world: World) -> dict[str, Path]:
     """Manifests of the checked cuts by split, prepared now unless they are there already."""
-    folder = Path(settings.data.prepared_dir)
+    folder = prepared_folder(settings)
     if world.is_main:
         folder.parent.mkdir(parents=True, exist_ok=True)
         stamp = {"corpus": settings.data.corpus}
@@ -79,7 +88,7 @@ def build_tokenizer(settings: TrainSettings, train_cuts: CutSet) -> Tokenizer:
 
 def report_tokens(splits: dict[str, Path], tokenizer: Tokenizer, settings: TrainSettings, run_dir: Path) -> None:
     """Complete the data report with the tokenizer's view, store it in the run, print it, warn of unknown text."""
-    report = read_report(settings.data.prepared_dir)
+    report = read_report(prepared_folder(settings))
     assert report
     texts = {split: texts_of(load_cuts(path)) for split, path in splits.items()}
     add_tokenizer_section(report, texts, tokenizer)
@@ -158,6 +167,7 @@ def build_train_data(
     filtered = count_reasons(rejected)
     if filtered:
         log.info("left out of training: %s", ", ".join(f"{count} {reason}" for reason, count in filtered.items()))
+    kept = kept[: data.limit]
     if not kept:
         raise ValueError(
             f"{splits['train']}: no utterance is left to train on ({filtered}); "
@@ -176,7 +186,7 @@ def build_train_data(
             shuffle=training, seed=seed, rank=world.rank, world_size=world.size, pin_memory=gpu,
         )  # fmt: skip
 
-    dev = list(load_cuts(splits["dev"]))
+    dev = kept if data.limit else list(load_cuts(splits["dev"]))
     longest = max(cut.duration for cut in kept)
     log.info("training on %d utterances, the longest of %.1f s; dev %d", len(kept), longest, len(dev))
     return TrainData(loader(kept, settings.seed, tuple(augments), True), loader(dev, 0, (), False), len(kept), filtered)
@@ -190,14 +200,14 @@ def settings_of_run(checkpoint: dict[str, Any]) -> TrainSettings:
 def sets_to_decode(settings: DecodeSettings, trained: TrainSettings) -> dict[str, list[Cut]]:
     """Cuts of each set that was asked for. Raises ValueError that names the sets there are."""
     if settings.data.test:
-        corpus = make({"_target_": "recipes.custom.prepare.prepare", "test": settings.data.test})
-        folder = Path(trained.data.prepared_dir).with_name("decoded") / safe_name(
-            str(Path(settings.data.test).resolve())
-        )
-        write_prepared(corpus, folder, Normaliser(), {"test": settings.data.test})
+        path = Path(settings.data.test).resolve()
+        folder = Path(trained.data.prepared_dir).with_name("decoded") / safe_name(str(path))
+        recipe = "recipes.custom.prepare.prepare"
+        corpus = make({"_target_": recipe, "test": str(path), "shar_audio_dir": str(folder / "audio")})
+        write_prepared(corpus, folder, Normaliser(), {"test": str(path)})
         # Named after the file, so that results of several such sets lie side by side.
-        return {safe_name(Path(settings.data.test).stem.partition(".")[0]): list(load_cuts(folder / "test.jsonl.gz"))}
-    splits = prepared_splits(trained.data.prepared_dir)
+        return {safe_name(path.stem.partition(".")[0]): list(load_cuts(folder / "test.jsonl.gz"))}
+    splits = prepared_splits(prepared_folder(trained))
     tests = [name for name in splits if name not in ("train", "dev")]
     wanted = settings.data.sets or tests or ["dev"]
     unknown = [name for name in wanted if name not in splits]
@@ -207,7 +217,7 @@ def sets_to_decode(settings: DecodeSettings, trained: TrainSettings) -> dict[str
 
 
 def dev_cuts(trained: TrainSettings) -> list[Cut]:
-    return list(load_cuts(prepared_splits(trained.data.prepared_dir)["dev"]))
+    return list(load_cuts(prepared_splits(prepared_folder(trained))["dev"]))
 
 
 def averages_to_try(checkpoint: dict[str, Any]) -> list[int]:
@@ -262,12 +272,17 @@ def build_search(node: dict[str, Any]) -> Any:
 
 
 def search_settings(method: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The section of conf/search/METHOD.yaml with `options` over it. Raises ValueError for an unknown method."""
+    """The section of conf/search/METHOD.yaml with `options` over it. Raises ValueError for an unknown method
+    or option."""
     path = CONF / "search" / f"{method}.yaml"
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in path.parent.glob("*.yaml")))
         raise ValueError(f"method={method}: no such search; known: {known}")
-    return {**yaml.safe_load(path.read_text(encoding="utf-8")), **options}
+    section = {**yaml.safe_load(path.read_text(encoding="utf-8")), **options}
+    faults = target_faults("search", section, PASSED_BY_BUILD["search"])
+    if faults:
+        raise ConfigError(faults)
+    return section
 
 
 def as_plain(settings: TrainSettings) -> dict[str, Any]:
@@ -299,16 +314,21 @@ def check_resume(checkpoint: dict[str, Any], config: dict[str, Any], mode: str) 
 
 def data_fingerprint(settings: TrainSettings) -> str:
     """What tells one state of the prepared data from another."""
-    report = read_report(settings.data.prepared_dir)
+    report = read_report(prepared_folder(settings))
     assert report
     return report["fingerprint"]
 
 
+def data_has_changed(checkpoint: dict[str, Any], settings: TrainSettings) -> bool:
+    """Whether the prepared data is no longer what the checkpoint was trained on."""
+    return checkpoint["data_fingerprint"] != data_fingerprint(settings)
+
+
 def check_same_data(checkpoint: dict[str, Any] | None, settings: TrainSettings) -> None:
-    """Raise ValueError when the data is no longer what the run to be continued was trained on."""
-    if checkpoint and checkpoint["data_fingerprint"] != data_fingerprint(settings):
+    """Raise ValueError when a run would continue on other data than it began with."""
+    if checkpoint and data_has_changed(checkpoint, settings):
         raise ValueError(
-            f"{settings.data.prepared_dir}: the prepared data has changed since this run began; "
+            f"{prepared_folder(settings)}: the prepared data has changed since this run began; "
             "start a new run, or put the data back"
         )
 

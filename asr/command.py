@@ -11,7 +11,6 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
-from asr.training.precision import NumericsError
 from asr.training.run_folder import safe_name
 
 
@@ -32,7 +31,8 @@ def job_place(name: str, run_dir: str | None) -> tuple[Path, str | None]:
         return folder.parent, folder.name
     hydra_cfg = HydraConfig.get()
     parent = Path(run_dir) if run_dir else Path(hydra_cfg.sweep.dir)
-    own = [o for o in hydra_cfg.overrides.task if not o.lstrip("+~").startswith(("run_dir=", "experiment="))]
+    own = [o.lstrip("+~") for o in hydra_cfg.overrides.task]
+    own = [o for o in own if not o.startswith(("run_dir=", "experiment=", "debug="))]
     return parent, f"{hydra_cfg.job.num:03d}_{safe_name(','.join(own))}"
 
 
@@ -44,8 +44,17 @@ def report_errors() -> Iterator[None]:
     """
     try:
         yield
-    except (ValueError, OSError, NumericsError) as error:
-        if in_sweep() or os.environ.get("ASR_TRACEBACK"):
+    except (ValueError, OSError, RuntimeError) as error:
+        if in_sweep() or os.environ.get("ASR_TRACEBACK") or not _is_told(error):
             raise
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
+
+
+def _is_told(error: Exception) -> bool:
+    """Whether the message was written for the user; of PyTorch's many RuntimeErrors none is."""
+    if not isinstance(error, RuntimeError):
+        return True
+    from asr.training.precision import NumericsError  # imports torch, which by now has been
+
+    return isinstance(error, NumericsError)

@@ -7,9 +7,7 @@ Everything else is a key of the dataclasses below, so a misspelt key is found be
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import importlib
-import inspect
+import re
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -17,7 +15,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-ALLOWED_PREFIXES = ("asr.", "recipes.", "torch.")
+from asr.targets import foreign_targets, locate, nearest, target_faults
 
 
 class Precision(str, Enum):
@@ -76,6 +74,8 @@ class TrainerSettings:
     num_threads: int | None = None
     progress: bool = True
     pictures: bool = True
+    profile: bool = False
+    detect_anomaly: bool = False
 
 
 @dataclass
@@ -99,6 +99,7 @@ class DataSettings:
     noise: str | None = None
     noise_snr: list[float] = field(default_factory=lambda: [10.0, 20.0])
     noise_probability: float = 0.5
+    limit: int | None = None
 
 
 @dataclass
@@ -160,6 +161,9 @@ class ConfigError(ValueError):
         self.faults = faults
 
 
+# Groups that stand in no defaults list and come with a plus, as in +experiment=NAME.
+ADDED_GROUPS = ("experiment", "debug")
+
 # What build passes to a part itself, so YAML need not (and must not) give it.
 PASSED_BY_BUILD = {
     "tokenizer": {"texts"},
@@ -187,19 +191,45 @@ def check(cfg: DictConfig, schema: type = TrainSettings) -> Any:
         raise ConfigError([f"{error.full_key or 'configuration'}: {str(error).splitlines()[0]}"]) from None
     assert isinstance(plain, dict)
     settings = _fill(schema, plain, "", faults)
-    if schema is TrainSettings and not faults:
+    if schema is TrainSettings:
         _check_parts(plain, faults)
-        _check_train_rules(settings, faults)
-    if schema is DecodeSettings and not faults:
-        _check_decode_rules(settings, faults)
+    # Rules look at values that may have a fault of their own, which is told already.
+    told = {_key_of(fault) for fault in faults}
+    faults += [fault for fault in _RULES[schema](settings) if _key_of(fault) not in told]
     if faults:
         raise ConfigError(faults)
     return settings
 
 
-def _nearest(key: str, allowed: list[str]) -> str:
-    close = difflib.get_close_matches(key, allowed, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else f"; known keys: {', '.join(sorted(allowed))}"
+def check_overrides(overrides: list[str], schema: type) -> None:
+    """Find misspelt keys among command line overrides before anything heavy is imported; all are told at once.
+
+    Overrides of groups and of the arguments of parts pass, as do those with a prefix: Hydra and `check` see to them.
+    Raises ConfigError.
+    """
+    faults = []
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if equals and re.fullmatch(r"[A-Za-z_][\w.]*", key) and key.partition(".")[0] not in ("hydra", *ADDED_GROUPS):
+            faults += _unknown_key(key, value, schema)
+    if faults:
+        raise ConfigError(faults)
+
+
+def _unknown_key(key: str, value: str, schema: Any) -> list[str]:
+    node = schema()
+    for part in key.split("."):
+        if not dataclasses.is_dataclass(node):
+            break
+        known = [f.name for f in dataclasses.fields(node)]
+        if part not in known:
+            return [f"{key}={value}: no such key as {part}{nearest(part, known)}"]
+        node = getattr(node, part)
+    return []
+
+
+def _key_of(fault: str) -> str:
+    return re.split("[=:]", fault, maxsplit=1)[0]
 
 
 def _fill(schema: type, values: dict, prefix: str, faults: list[str]) -> Any:
@@ -211,7 +241,7 @@ def _fill(schema: type, values: dict, prefix: str, faults: list[str]) -> Any:
     for key, value in values.items():
         full = f"{prefix}{key}"
         if key not in known:
-            faults.append(f"{full}={value!r}: no such key{_nearest(str(key), list(known))}")
+            faults.append(f"{full}={value!r}: no such key{nearest(str(key), known)}")
         elif value == "???":
             faults.append(f"{full}: a value is required, as in {full}=...")
         elif dataclasses.is_dataclass(known[key]):
@@ -243,39 +273,13 @@ def _check_parts(plain: dict, faults: list[str]) -> None:
         if not isinstance(node, dict) or "_target_" not in node:
             faults.append(f"{place}: choose one, as in {place.split('.')[0]}=NAME (it needs a _target_)")
             continue
-        _check_target(place, node, passed, faults)
+        faults += target_faults(place, node, passed)
+    for key, value in (plain.get("features") or {}).items():
+        if f"features.{key}" not in PASSED_BY_BUILD:
+            faults.append(f"features.{key}={value!r}: no such key{nearest(str(key), ('fbank', 'normalise'))}")
 
 
-def _check_target(place: str, node: dict, passed: set[str], faults: list[str]) -> None:
-    target = node["_target_"]
-    if not str(target).startswith(ALLOWED_PREFIXES):
-        faults.append(f"{place}._target_={target!r}: only {', '.join(ALLOWED_PREFIXES)} may be named here")
-        return
-    try:
-        callee = locate(target)
-    except (ImportError, AttributeError) as error:
-        faults.append(f"{place}._target_={target!r}: cannot be imported ({error})")
-        return
-    parameters = inspect.signature(callee).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return
-    given = {key for key in node if not (key.startswith("_") and key.endswith("_"))}
-    allowed = [name for name in parameters if name not in passed]
-    for key in sorted(given - set(allowed)):
-        faults.append(f"{place}.{key}={node[key]!r}: {target} takes no such argument{_nearest(key, allowed)}")
-    for name, parameter in parameters.items():
-        optional = parameter.default is not parameter.empty or parameter.kind is parameter.VAR_POSITIONAL
-        if not optional and name not in given and name not in passed:
-            faults.append(f"{place}.{name}: required by {target}")
-
-
-def locate(target: str) -> Any:
-    """The object a dotted path names. Raises ImportError or AttributeError."""
-    module, _, attribute = target.rpartition(".")
-    return getattr(importlib.import_module(module), attribute)
-
-
-def _check_train_rules(settings: TrainSettings, faults: list[str]) -> None:
+def _train_faults(settings: TrainSettings) -> list[str]:
     trainer, data = settings.trainer, settings.data
     positive = {
         "trainer.max_epochs": trainer.max_epochs,
@@ -292,8 +296,9 @@ def _check_train_rules(settings: TrainSettings, faults: list[str]) -> None:
         "data.max_utterance": data.max_utterance,
         "data.num_buckets": data.num_buckets,
         "data.num_jobs": data.num_jobs,
+        "data.limit": data.limit,
     }
-    faults += [f"{key}={value}: must be above 0" for key, value in positive.items() if value is not None and value <= 0]
+    faults = [f"{key}={value}: must be above 0" for key, value in positive.items() if value is not None and value <= 0]
     if data.num_workers < 0:
         faults.append(f"data.num_workers={data.num_workers}: must be 0 or more")
     if data.min_duration >= data.max_utterance:
@@ -311,19 +316,47 @@ def _check_train_rules(settings: TrainSettings, faults: list[str]) -> None:
         )
     if not data.corpus and not data.train:
         faults.append("data.train: give your training data, as in data=custom data.train=my.tsv")
-    search_name = str(settings.search.get("_target_", "")).rpartition(".")[2]
-    searches = getattr(locate(settings.head["_target_"]), "searches", ())
-    if searches and search_name not in searches:
-        faults.append(f"search={search_name}: head {settings.head['_target_']} offers {', '.join(searches)}")
+    return faults + _search_faults(settings) + _device_faults(settings.device)
 
 
-def _check_decode_rules(settings: DecodeSettings, faults: list[str]) -> None:
+def _search_faults(settings: TrainSettings) -> list[str]:
+    name = str(settings.search.get("_target_", "")).rpartition(".")[2]
+    if foreign_targets("head", settings.head):
+        return []
+    try:
+        searches = getattr(locate(str(settings.head.get("_target_"))), "searches", ())
+    except (ImportError, AttributeError, ValueError):
+        return []
+    if not searches or name in searches:
+        return []
+    return [f"search={name}: head {settings.head['_target_']} offers {', '.join(searches)}"]
+
+
+def _device_faults(device: str) -> list[str]:
+    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+        return []
+    return [f"device={device}: auto, cpu, cuda or cuda:N is expected"]
+
+
+def _decode_faults(settings: DecodeSettings) -> list[str]:
     avg = settings.avg
-    if avg != "auto" and not (isinstance(avg, int) and avg >= 1):
+    faults = _device_faults(settings.device)
+    if avg != "auto" and not (isinstance(avg, int) and not isinstance(avg, bool) and avg >= 1):
         faults.append(f"avg={avg!r}: a whole number from 1, or auto (the best on the dev set)")
     if settings.epoch is not None and settings.iter is not None:
         faults.append(f"iter={settings.iter}: give epoch or iter, not both")
+    faults += [
+        f"{key}={value}: numbers start at 1"
+        for key, value in (("epoch", settings.epoch), ("iter", settings.iter))
+        if value is not None and value < 1
+    ]
     if settings.precision not in (Precision.fp32, Precision.amp_bf16, Precision.amp_fp16):
         faults.append(f"precision={settings.precision.value}: decoding knows fp32, amp_fp16 and amp_bf16")
     if settings.data.max_duration <= 0:
         faults.append(f"data.max_duration={settings.data.max_duration}: must be above 0")
+    if settings.data.num_workers < 0:
+        faults.append(f"data.num_workers={settings.data.num_workers}: must be 0 or more")
+    return faults
+
+
+_RULES: dict[type, Any] = {TrainSettings: _train_faults, DecodeSettings: _decode_faults}

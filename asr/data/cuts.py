@@ -7,7 +7,6 @@ channels.
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 from collections.abc import Iterator
@@ -21,6 +20,8 @@ from lhotse.audio.backend import LibsndfileBackend, set_current_audio_backend
 from lhotse.cut import Cut, MixedCut
 from lhotse.serialization import deserialize_item
 from lhotse.utils import fastcopy
+
+from asr.data.lines import read_lines
 
 SAMPLE_RATE = 16000
 FRAME_SECONDS = 0.01
@@ -64,21 +65,8 @@ def iterate_cuts(path: str | Path) -> Iterator[Cut]:
 
     Raises ValueError that names file and line for a missing, empty or truncated file and for a line that is not a cut.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"{path}: no such cuts manifest. Prepare the data first, or correct the path.")
-    number = 0
-    found = False
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    found = True
-                    yield _parse_cut(line, f"{path}, line {number}")
-    except (EOFError, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}, after line {number}: the file is truncated or damaged ({error}).") from error
-    if not found:
-        raise ValueError(f"{path}: the manifest holds no cut.")
+    for number, line in read_lines(path):
+        yield _parse_cut(line, f"{path}, line {number}")
 
 
 def load_cuts(path: str | Path) -> CutSet:

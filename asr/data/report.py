@@ -114,9 +114,10 @@ def build_report(
 def add_tokenizer_section(report: dict[str, Any], texts_by_split: Mapping[str, Iterable[str]], tokenizer: Any) -> None:
     """Add to `report` how a tokenizer sees the texts: token histogram, unknown words and characters.
 
-    tokenizer: anything with `encode`, `decode`, `hash`, `vocab_size`, `unk_id` and `tokens`.
+    tokenizer: anything with `encode`, `decode`, `hash`, `vocab_size`, `blank_id`, `unk_id` and `tokens`.
     """
-    vocabulary = set("".join(tokenizer.tokens))
+    special = {tokenizer.blank_id, tokenizer.unk_id, getattr(tokenizer, "sos_eos_id", None)}
+    vocabulary = set("".join(token for index, token in enumerate(tokenizer.tokens) if index not in special))
     encoded: dict[str, tuple[int, bool]] = {}  # word -> number of tokens, known
     section: dict[str, Any] = {"hash": tokenizer.hash, "vocab_size": tokenizer.vocab_size, "splits": {}}
     for split, texts in texts_by_split.items():

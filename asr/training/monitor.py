@@ -183,10 +183,10 @@ def clock(seconds: float) -> str:
 
 def start_logging(folder: Path | None, name: str = "train.log") -> None:
     """Send the log to the terminal and to `folder`/`name`, in place of whatever a run before this one set up."""
+    stop_logging()
     root = logging.getLogger()
     for handler in list(root.handlers):
         root.removeHandler(handler)
-        handler.close()
     root.setLevel(logging.INFO)
     handlers: list[logging.Handler] = [_ScreenHandler()]
     if folder is not None:
@@ -197,6 +197,15 @@ def start_logging(folder: Path | None, name: str = "train.log") -> None:
     logging.captureWarnings(True)
     if folder is None:
         root.setLevel(logging.ERROR)
+
+
+def stop_logging() -> None:
+    """Close log files, so that nothing said after a run, of the next job of a sweep say, ends up in them."""
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        if isinstance(handler, logging.FileHandler):
+            root.removeHandler(handler)
+            handler.close()
 
 
 class _ScreenHandler(logging.StreamHandler):

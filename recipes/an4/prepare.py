@@ -16,6 +16,7 @@ from lhotse.cut import Cut
 
 from asr.data.corpus import Corpus
 from asr.data.cuts import make_cut
+from asr.data.lines import read_lines
 
 SUFFIXES = (".wav", ".sph", ".flac", ".WAV", ".SPH", ".FLAC")
 # Lines of the training part are `<s> WORDS </s> (id)`, those of the test part `WORDS (id)`.
@@ -57,19 +58,15 @@ def _read_part(root: Path, part: str, corpus: Corpus) -> list[Cut]:
     """Cuts of one part in the order of its file list; what lacks a transcript or a place in the list is counted."""
     transcription, fileids = root / "etc" / f"{part}.transcription", root / "etc" / f"{part}.fileids"
     corpus.sources += [transcription, fileids]
-    if not fileids.is_file():
-        raise ValueError(f"{fileids} is missing: it belongs beside {transcription.name}.")
     texts: dict[str, str] = {}
-    for number, line in enumerate(transcription.read_text(encoding="utf-8-sig").splitlines(), start=1):
-        if not line.strip():
-            continue
+    for number, line in read_lines(transcription):
         match = TRANSCRIPT.match(line)
         if match is None:
             raise ValueError(f"{transcription}, line {number}: expected `WORDS (id)`, found {line!r}.")
         texts[match["id"]] = match["text"].strip()
     cuts = []
     unused = dict(texts)
-    for name in fileids.read_text(encoding="utf-8-sig").split():
+    for name in (line.strip() for _, line in read_lines(fileids)):
         utterance = Path(name).name
         if utterance not in texts:
             _count(corpus, "audio without transcript")
