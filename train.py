@@ -119,8 +119,10 @@ def train(settings: TrainSettings, run_dir: Path, world: World, device: Any) -> 
     if found:
         path, state = found
         trainer.load_state_dict(state)
-        if state["config"]["data"]["max_duration"] != settings.data.max_duration:
-            trainer.restart_epoch(f"data.max_duration={settings.data.max_duration} makes other batches")
+        for key in ("max_duration", "num_buckets"):
+            before, now = state["config"]["data"][key], config["data"][key]
+            if before != now:
+                trainer.restart_epoch(f"data.{key}={now} (it was {before}) makes other batches")
         log.info("continuing from %s: epoch %d, step %d", path, trainer.progress.epoch, trainer.progress.step)
     log.info(
         "%s with %s: %.2f M parameters, %d steps planned",

@@ -186,7 +186,7 @@ def build_train_data(
     def loader(of: list[Any], seed: int, cut_augments: tuple[Any, ...], training: bool) -> Loader:
         dataset = SpeechDataset(fbank, fbank.output_dim, tokenizer, seed, cut_augments)
         return Loader(
-            CutSet.from_cuts(of), len(of), dataset, data.max_duration, data.num_buckets, data.num_workers,
+            of, dataset, data.max_duration, data.num_buckets, data.num_workers,
             shuffle=training, seed=seed, rank=world.rank, world_size=world.size, pin_memory=gpu,
         )  # fmt: skip
 
@@ -236,7 +236,7 @@ def build_decode_loader(
     """A loader over a set that is decoded; nothing is left out."""
     fbank = make(trained.features["fbank"])
     dataset = SpeechDataset(fbank, fbank.output_dim, tokenizer)
-    return Loader(CutSet.from_cuts(cuts), len(cuts), dataset, max_duration, num_workers=num_workers)
+    return Loader(cuts, dataset, max_duration, num_workers=num_workers)
 
 
 def pair_with_references(cuts: list[Cut], hypotheses: dict[str, Hypothesis], tokenizer: Tokenizer) -> list[Utterance]:

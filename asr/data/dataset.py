@@ -96,7 +96,11 @@ class SpeechDataset(torch.utils.data.Dataset):
             generator = cut_rng(self.seed, epoch, cut.id)
             for augment in self.cut_augments:
                 cut = augment(cut, generator)
-        return self.extract(torch.from_numpy(load_audio(cut)))
+        samples = torch.from_numpy(load_audio(cut))
+        # Dither draws from torch's generator, which in a worker is another one than in this process.
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(cut_rng(self.seed, epoch, cut.id).getrandbits(63))
+            return self.extract(samples)
 
 
 def _text(cut: Cut) -> str:

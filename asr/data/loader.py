@@ -6,19 +6,17 @@ over, without reading their audio, whatever the number of workers was or is.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
+import random
+from collections.abc import Iterable, Iterator
 
 import torch
-from lhotse import CutSet
 from lhotse.cut import Cut
-from lhotse.dataset.sampling import DynamicBucketingSampler, SimpleCutSampler
 from torch.utils.data import DataLoader
 
 from asr.data.dataset import SpeechDataset
 from asr.types import Batch
 
-# Bucketing needs a few cuts a bucket before its batches are worth more than those of plain order.
+# A bucket needs a few cuts before its batches are worth more than those of plain order.
 CUTS_PER_BUCKET = 10
 PREFETCH = 4
 
@@ -28,12 +26,11 @@ class Loader:
 
     Args:
         cuts: what to load; every rank is given the same.
-        num_cuts: how many there are (a lazy set does not know).
         dataset: turns cuts into a Batch.
-        max_duration: seconds of audio per batch, padding included. A longer cut makes a batch of its own.
-        num_buckets: of similar duration; fewer are used where there are few cuts.
+        max_duration: seconds of audio per batch, padding included. Only a longer cut, alone in its batch, exceeds it.
+        num_buckets: of similar duration, from which batches are drawn; fewer are used where there are few cuts.
         num_workers: processes that read ahead; 0 reads in this one.
-        shuffle: a new order every epoch.
+        shuffle: a new order every epoch; otherwise from the longest to the shortest cut.
         seed: of the order.
         rank, world_size: this process takes every world_size-th batch. The first batches of an epoch fill up its
             last round, so that all ranks make the same number of steps.
@@ -41,8 +38,7 @@ class Loader:
 
     def __init__(
         self,
-        cuts: CutSet,
-        num_cuts: int,
+        cuts: Iterable[Cut],
         dataset: SpeechDataset,
         max_duration: float,
         num_buckets: int = 30,
@@ -53,16 +49,7 @@ class Loader:
         world_size: int = 1,
         pin_memory: bool = False,
     ):
-        if num_cuts < 1:
-            raise ValueError("there is nothing to load: no utterance is left in this set")
-        self.cuts = cuts
-        self.max_duration = max_duration
-        self.num_buckets = min(num_buckets, num_cuts // CUTS_PER_BUCKET)
-        self.shuffle = shuffle
-        self.seed = seed
-        self.rank = rank
-        self.world_size = world_size
-        self._plan = _Plan(self)
+        self._plan = _Plan(list(cuts), max_duration, num_buckets, shuffle, seed, rank, world_size)
         self._loader: DataLoader = DataLoader(
             dataset,
             batch_size=None,
@@ -72,6 +59,9 @@ class Loader:
             prefetch_factor=PREFETCH if num_workers > 0 else None,
             worker_init_fn=_start_worker,
             pin_memory=pin_memory,
+            # It draws a seed whenever an epoch begins or is continued; from the global generator, a resumed run would
+            # draw one more than the undisturbed one and go on with other dropout.
+            generator=torch.Generator(),
         )
 
     def epoch(self, epoch: int, start_batch: int = 0) -> Iterator[Batch]:
@@ -79,56 +69,88 @@ class Loader:
         self._plan.epoch, self._plan.start_batch = epoch, start_batch
         return iter(self._loader)
 
-    def batches(self, epoch: int) -> Iterator[list[Cut]]:
+    def batches(self, epoch: int) -> list[list[Cut]]:
         """Cuts of each of this rank's batches in `epoch`; nothing is read."""
-        first: list[list[Cut]] = []
-        count = 0
-        for count, cuts in enumerate(self._all_batches(epoch), start=1):
-            if count <= self.world_size:
-                first.append(cuts)
-            if (count - 1) % self.world_size == self.rank:
-                yield cuts
-        if count % self.world_size:
-            while len(first) < self.world_size:
-                first = first + first
-            filled = (first[i] for i in range(self.world_size - count % self.world_size))
-            for offset, cuts in enumerate(filled, start=count):
-                if offset % self.world_size == self.rank:
-                    yield cuts
+        return self._plan.batches(epoch)
 
     def count_batches(self, epoch: int = 1) -> int:
         """Number of batches of this rank in `epoch`, found by planning it."""
-        return sum(1 for _ in self.batches(epoch))
-
-    def _all_batches(self, epoch: int) -> Iterator[list[Cut]]:
-        # One sampler an epoch, as rank 0 of 1: lhotse's own division would end an epoch early on some ranks.
-        common = dict(max_duration=self.max_duration, shuffle=self.shuffle, rank=0, world_size=1, drop_last=False)
-        if self.num_buckets > 1:
-            with warnings.catch_warnings():
-                # It advises lazy manifests; these are in memory already, since the filters have read them.
-                warnings.filterwarnings("ignore", message="You are using DynamicBucketingSampler with an eagerly")
-                sampler = DynamicBucketingSampler(
-                    self.cuts, num_buckets=self.num_buckets, seed=self.seed + epoch, buffer_size=10_000, **common
-                )
-        else:
-            sampler = SimpleCutSampler(self.cuts, seed=self.seed + epoch, **common)
-        for cuts in sampler:
-            yield list(cuts)
+        return len(self._plan.batches(epoch))
 
 
 class _Plan(torch.utils.data.Sampler):
-    """What the DataLoader hands to its workers: (cuts, epoch) of every batch that is still to come."""
+    """What the DataLoader hands to its workers: (cuts, epoch) of every batch of an epoch that is still to come.
 
-    def __init__(self, owner: Loader):
-        self.owner = owner
+    Knows nothing of its Loader: with a reference cycle, the garbage collector would end the workers, in an order that
+    makes them miss the word and be waited for.
+    """
+
+    def __init__(
+        self,
+        cuts: list[Cut],
+        max_duration: float,
+        num_buckets: int,
+        shuffle: bool,
+        seed: int,
+        rank: int,
+        world_size: int,
+    ):
+        if not cuts:
+            raise ValueError("there is nothing to load: no utterance is left in this set")
+        self.cuts = cuts
+        self.durations = [cut.duration for cut in cuts]
+        self.buckets = _buckets(self.durations, min(num_buckets, len(cuts) // CUTS_PER_BUCKET))
+        self.max_duration = max_duration
+        self.shuffle = shuffle
+        self.seed = seed
+        self.rank = rank
+        self.world_size = world_size
         self.epoch = 1
         self.start_batch = 0
 
     def __iter__(self) -> Iterator[tuple[list[Cut], int]]:
-        epoch, start = self.epoch, self.start_batch
-        for index, cuts in enumerate(self.owner.batches(epoch)):
-            if index >= start:
-                yield cuts, epoch
+        epoch = self.epoch
+        return iter([(cuts, epoch) for cuts in self.batches(epoch)[self.start_batch :]])
+
+    def batches(self, epoch: int) -> list[list[Cut]]:
+        batches = self._of_all_ranks(epoch)
+        own = range(self.rank, -(-len(batches) // self.world_size) * self.world_size, self.world_size)
+        return [[self.cuts[i] for i in batches[position % len(batches)]] for position in own]
+
+    def _of_all_ranks(self, epoch: int) -> list[list[int]]:
+        order = list(range(len(self.cuts)))
+        if not self.shuffle:
+            order.sort(key=lambda index: -self.durations[index])
+            return self._pack(order)
+        rng = random.Random(f"{self.seed} {epoch}")
+        rng.shuffle(order)
+        order.sort(key=self.buckets.__getitem__)
+        batches = self._pack(order)
+        rng.shuffle(batches)
+        return batches
+
+    def _pack(self, order: list[int]) -> list[list[int]]:
+        """`order` cut into batches, each as large as max_duration allows."""
+        batches: list[list[int]] = []
+        longest = 0.0
+        for index in order:
+            longest = max(longest, self.durations[index])
+            if batches and (len(batches[-1]) + 1) * longest <= self.max_duration:
+                batches[-1].append(index)
+            else:
+                batches.append([index])
+                longest = self.durations[index]
+        return batches
+
+
+def _buckets(durations: list[float], num_buckets: int) -> list[int]:
+    """The bucket of each cut: ranges of duration, each with the same share of the audio."""
+    buckets = [0] * len(durations)
+    total, before = sum(durations), 0.0
+    for index in sorted(range(len(durations)), key=durations.__getitem__):
+        buckets[index] = int(num_buckets * before / total) if total else 0
+        before += durations[index]
+    return buckets
 
 
 def _start_worker(_: int) -> None:

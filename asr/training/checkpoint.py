@@ -13,12 +13,12 @@ A checkpoint is one dict of tensors, numbers, strings, lists and dicts:
 
 from __future__ import annotations
 
+import heapq
 import logging
+import math
 import os
-import pickle
 import random
 import re
-import tempfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -37,15 +37,15 @@ def save_atomically(value: dict, path: Path) -> None:
     Raises OSError that names the file when it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with temporary.open("wb") as file:
             torch.save(value, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException as error:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         if isinstance(error, (OSError, RuntimeError)):
             raise OSError(
                 f"{path}: the checkpoint could not be written ({error}); earlier ones are untouched"
@@ -59,7 +59,7 @@ def load_checkpoint(path: Path, map_location: str = "cpu") -> dict:
         return torch.load(path, map_location=map_location, weights_only=True)
     except FileNotFoundError:
         raise ValueError(f"{path}: no such checkpoint") from None
-    except (EOFError, RuntimeError, OSError, ValueError, pickle.UnpicklingError) as error:
+    except Exception as error:  # broken bytes raise errors of many kinds
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{path}: this checkpoint cannot be read ({reason})") from error
 
@@ -96,9 +96,12 @@ class CheckpointFolder:
         return path
 
     def newest_first(self) -> Iterator[Path]:
-        """Every checkpoint, the one written last first."""
-        paths = [self.path(kind, number) for kind in ("epoch", "step") for number in self.numbers(kind)]
-        yield from sorted(paths, key=lambda path: (path.stat().st_mtime_ns, *_number(path)), reverse=True)
+        """Every checkpoint, the one furthest in training first; dates of files do not outlive a copy.
+
+        Of an epoch and a step checkpoint after the same step, the epoch's comes first: it has been validated.
+        """
+        kinds = ([self.path(kind, number) for number in reversed(self.numbers(kind))] for kind in ("epoch", "step"))
+        return heapq.merge(*kinds, key=_steps_done, reverse=True)
 
     def load_newest(self) -> tuple[Path, dict] | None:
         """The newest checkpoint that can be read, with a warning for each newer one that cannot; None where none is.
@@ -120,10 +123,15 @@ class CheckpointFolder:
         return None
 
 
-def _number(path: Path) -> tuple[str, int]:
-    match = NAME.fullmatch(path.name)
-    assert match
-    return match[1], int(match[2])
+def _steps_done(path: Path) -> float:
+    """Optimiser steps behind a checkpoint; infinite where it is broken, so that its turn comes at once."""
+    kind, number = path.stem.split("-")
+    if kind == "step":
+        return int(number)
+    try:
+        return torch.load(path, mmap=True, weights_only=True)["progress"]["step"]
+    except Exception:  # load_checkpoint tells what is wrong with it
+        return math.inf
 
 
 def generator_states() -> dict:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -75,13 +75,13 @@ def gather(value: Any, world: World) -> list[Any]:
     return values
 
 
-def total(value: float, world: World, device: torch.device) -> float:
-    """The sum of `value` over ranks."""
+def totals(values: Sequence[float], world: World, device: torch.device) -> list[float]:
+    """The sum of each value over ranks, in one message."""
     if world.size == 1:
-        return value
-    tensor = torch.tensor([value], dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
+        return list(values)
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(tensor)
-    return float(tensor.item())
+    return tensor.tolist()
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], world: World) -> None:
@@ -121,5 +121,7 @@ def average_buffers(model: nn.Module, world: World) -> None:
         return
     for buffer in model.buffers():
         if buffer.is_floating_point():
-            dist.all_reduce(buffer)
-            buffer /= world.size
+            # In fp64, so that a buffer that is equal on all ranks stays exactly as it is.
+            mean = buffer.double()
+            dist.all_reduce(mean)
+            buffer.copy_(mean / world.size)

@@ -50,9 +50,17 @@ class Progress:
     valid: list[dict[str, Any]] = field(default_factory=list)
     seconds_per_epoch: list[float] = field(default_factory=list)
 
+    def forget_epoch(self) -> None:
+        """Set to zero what counts within an epoch."""
+        self.batches_done, self.seconds_in_epoch = 0, 0.0
+        self.loss_sum, self.loss_count = 0.0, 0
+
     def best(self, key: str = "wer") -> dict[str, Any] | None:
-        """The validation with the lowest finite `key`; the earliest of equals."""
-        finite = [entry for entry in self.valid if entry.get(key) is not None and math.isfinite(entry[key])]
+        """The validation with the lowest `key` of those with a finite loss; the earliest of equals.
+
+        A model that has gone to NaN may well print nothing, and so be 100% wrong where a younger one was worse.
+        """
+        finite = [entry for entry in self.valid if entry[key] is not None and math.isfinite(entry["loss"])]
         return min(finite, key=lambda entry: entry[key], default=None)
 
 
@@ -105,8 +113,9 @@ class Trainer:
         self._summarise("running")
         while not self.finished:
             self._run_epoch()
-        if self.progress.batches_done and not self._validated_now:
-            self._validate()
+        if self.progress.batches_done:
+            if not self._validated_now:
+                self._validate()
             self._save("step", self.progress.step)
         self._summarise("finished")
         return self.progress
@@ -185,7 +194,7 @@ class Trainer:
 
     def _end_epoch(self) -> None:
         progress = self.progress
-        average_buffers(self.model, self.world)
+        self._share_skipped()
         mean_loss = progress.loss_sum / progress.loss_count if progress.loss_count else math.nan
         progress.train_loss.append({"epoch": progress.epoch, "loss": mean_loss})
         progress.seconds_per_epoch.append(progress.seconds_in_epoch)
@@ -194,13 +203,18 @@ class Trainer:
             self._validate()
         done = progress.epoch
         progress.epoch += 1
-        progress.batches_done, progress.seconds_in_epoch = 0, 0.0
-        progress.loss_sum, progress.loss_count = 0.0, 0
+        progress.forget_epoch()
         self._save("epoch", done)
         self._summarise("running")
 
+    def _share_skipped(self) -> None:
+        """Let rank 0 name what other ranks could not read."""
+        for of_rank in gather(list(self.skipped_items.seen.items()), self.world)[1:]:
+            self.skipped_items.take(of_rank)
+
     def _validate(self) -> None:
         progress = self.progress
+        average_buffers(self.model, self.world)
         result = self.validate(self.model)
         entry = {
             "epoch": progress.epoch,
@@ -220,6 +234,8 @@ class Trainer:
             self.on_validation(self.model, progress.step)
 
     def _save(self, kind: str, number: int) -> None:
+        # A resumed run gives rank 0's buffers to all ranks, so they must be one here as well.
+        average_buffers(self.model, self.world)
         state = self.state_dict()
         if self.world.is_main:
             best = self.progress.best()
@@ -255,7 +271,7 @@ class Trainer:
         """Go back to the start of the epoch in progress, keeping the weights."""
         if self.progress.batches_done:
             log.warning("epoch %d starts again from its first batch: %s", self.progress.epoch, reason)
-        self.progress.batches_done = 0
+            self.progress.forget_epoch()
 
     def _summarise(self, status: str) -> None:
         progress = self.progress

@@ -8,7 +8,7 @@ import math
 import resource
 import sys
 import time
-from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -158,13 +158,13 @@ class SkippedItems:
     """Utterances that could not be read, each told once."""
 
     def __init__(self) -> None:
-        self.seen: Counter[str] = Counter()
+        self.seen: dict[str, str] = {}
 
-    def take(self, skipped: list[tuple[str, str]]) -> None:
+    def take(self, skipped: Iterable[tuple[str, str]]) -> None:
         for utterance, reason in skipped:
             if utterance not in self.seen:
                 log.warning("skipped %s: %s", utterance, reason)
-            self.seen[utterance] += 1
+                self.seen[utterance] = reason
 
 
 def peak_memory_bytes() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -23,13 +24,15 @@ class EpochLoader(Protocol):
 
 
 class Pictures:
-    """Draws the first utterances of the dev set at every validation."""
+    """Draws the first utterances that the loader of the dev set gives, at every validation."""
 
     def __init__(self, monitor: Monitor, loader: EpochLoader, precision: PrecisionMode):
         self.monitor = monitor
         self.precision = precision
-        batch = next((batch for batch in loader.epoch(0) if len(batch)), None)
-        self.batch = batch.to(precision.device) if batch else None
+        batch = next(
+            (batch for batch in loader.epoch(0) if len(batch) and batch.feature_lens[:NUM_UTTERANCES].all()), None
+        )
+        self.batch = _first_utterances(batch).to(precision.device) if batch else None
 
     @torch.no_grad()
     def draw(self, model: AsrModel, step: int) -> None:
@@ -50,13 +53,23 @@ class Pictures:
             with self.precision.autocast():
                 encoded = model.encode(batch.features, batch.feature_lens)
                 posteriors_TV = model.head.log_probs(encoded)[0, : int(encoded.lens[0])].exp().cpu()
-            self.monitor.figure("ctc/posteriors", posteriors(posteriors_TV, batch.texts[0]), step)
+            if len(posteriors_TV):
+                self.monitor.figure("ctc/posteriors", posteriors(posteriors_TV, batch.texts[0]), step)
         model.train(was_training)
 
 
+def _first_utterances(batch: Batch) -> Batch:
+    rows = slice(NUM_UTTERANCES)
+    lens = batch.feature_lens[rows]
+    return replace(
+        batch, ids=batch.ids[rows], features=batch.features[rows, : int(lens.max())], feature_lens=lens,
+        tokens=batch.tokens[rows], token_lens=batch.token_lens[rows], texts=batch.texts[rows],
+    )  # fmt: skip
+
+
 def spectrograms(features_BTF: Tensor, lens_B: Tensor, texts: list[str]) -> Figure:
-    """The first utterances, one above the other; time in frames of 10 ms."""
-    count = min(NUM_UTTERANCES, len(texts))
+    """The utterances of a batch, one above the other; time in frames of 10 ms."""
+    count = len(texts)
     figure = Figure(figsize=(10, 2.2 * count), layout="constrained")
     FigureCanvasAgg(figure)
     for index in range(count):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ def select_weights(
         chosen = _best_epochs(folder, checkpoint, have, end, avg)
         states = [load_checkpoint(folder.path(kind, number))["model"] for number in chosen]
         return Selection(mean_of_states(states), checkpoint, kind, end, avg, f"best epochs {_ranges(chosen)}")
-    wanted, before = _range(kind, have, end, avg, folder)
+    wanted, before = _range(kind, have, end, avg, folder, checkpoint)
     if not use_averaged_model:
         missing = [number for number in wanted if number not in have]
         if missing:
@@ -104,7 +105,9 @@ def _at_least_fp32(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
 
 
-def _range(kind: str, have: list[int], end: int, avg: int, folder: CheckpointFolder) -> tuple[list[int], int | None]:
+def _range(
+    kind: str, have: list[int], end: int, avg: int, folder: CheckpointFolder, checkpoint: dict[str, Any]
+) -> tuple[list[int], int | None]:
     """Numbers to average, and the one before them (None: the start of the run)."""
     if kind == "epoch":
         if avg > end:
@@ -117,11 +120,17 @@ def _range(kind: str, have: list[int], end: int, avg: int, folder: CheckpointFol
     upto = [number for number in have if number <= end]
     if len(upto) < avg:
         raise ValueError(f"{folder.folder}: avg={avg} needs {avg} step checkpoints; there are {_ranges(upto)}")
-    return upto[-avg:], upto[-avg - 1] if len(upto) > avg else None
+    if len(upto) > avg:
+        return upto[-avg:], upto[-avg - 1]
+    # Earlier ones may have been removed (keep_last) or never written; only the first of a run begins with it.
+    first = upto[0]
+    spacing = checkpoint["config"]["trainer"]["save_every"] or (first if checkpoint["progress"]["epoch"] == 1 else 1)
+    return upto, first - spacing if first > spacing else None
 
 
 def _best_epochs(folder: CheckpointFolder, checkpoint: dict, have: list[int], end: int, avg: int) -> list[int]:
-    scored = {e["epoch"]: e["wer"] for e in checkpoint["progress"]["valid"] if e["wer"] is not None}
+    finite = (entry for entry in checkpoint["progress"]["valid"] if math.isfinite(entry["loss"]))
+    scored = {entry["epoch"]: entry["wer"] for entry in finite if entry["wer"] is not None}
     ranked = sorted((wer, number) for number, wer in scored.items() if number in have and number <= end)
     if len(ranked) < avg:
         raise ValueError(

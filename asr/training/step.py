@@ -9,14 +9,19 @@ import torch
 from torch import Tensor
 
 from asr.model import AsrModel
-from asr.training.distributed import World, sum_gradients, total
+from asr.training.distributed import World, gather, sum_gradients, totals
 from asr.training.precision import PrecisionMode
 from asr.types import Batch
 
 
 @dataclass
 class StepResult:
-    """What one step did. loss is the mean over feasible utterances of all ranks; grad_norm is before clipping."""
+    """What one step did, on all ranks together.
+
+    loss: mean over feasible utterances.
+    grad_norm: before clipping; NaN where no utterance was feasible.
+    suspects: of a step that was not finite, the utterances whose losses were not, or all where only the gradient was.
+    """
 
     loss: float
     grad_norm: float
@@ -44,10 +49,14 @@ def train_step(
     changes nothing: the gradients of the whole group are dropped and the buffers are put back.
     """
     batches = [batch.to(device) for batch in batches if len(batch)]
-    frames = sum(int(batch.feature_lens.sum()) for batch in batches)
-    room = sum(batch.features.shape[0] * batch.features.shape[1] for batch in batches)
-    num_own = sum(int(count_feasible(model, batch)) for batch in batches)
-    num_utterances = int(total(num_own, world, device))
+    figures = [
+        sum(int(count_feasible(model, batch)) for batch in batches),
+        sum(len(batch) for batch in batches),
+        sum(batch.audio_seconds for batch in batches),
+        sum(int(batch.feature_lens.sum()) for batch in batches),
+        sum(batch.features.shape[0] * batch.features.shape[1] for batch in batches),
+    ]
+    num_utterances, num_read, audio_seconds, frames, room = totals(figures, world, device)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
 
     optimizer.zero_grad(set_to_none=True)
@@ -60,7 +69,7 @@ def train_step(
         loss_sum += float(own.sum())
         suspects += [batch.ids[i] for i in torch.nonzero(~own.isfinite()).flatten().tolist()]
     sum_gradients(model.parameters(), world)
-    loss = total(loss_sum, world, device) / max(1, num_utterances)
+    loss = totals([loss_sum], world, device)[0] / max(1, num_utterances)
 
     norm, clipped = math.nan, False
     if num_utterances:
@@ -77,14 +86,17 @@ def train_step(
         finite = math.isfinite(loss)
     if not (finite and num_utterances):
         _restore(buffers)
+    if not finite:
+        suspects = [name for names in gather(suspects, world) for name in names]
+        suspects = suspects or [name for names in gather([i for b in batches for i in b.ids], world) for name in names]
     return StepResult(
         loss=loss,
         grad_norm=norm,
         finite=finite,
         clipped=clipped,
-        num_utterances=num_utterances,
-        num_infeasible=sum(len(batch) for batch in batches) - num_own,
-        audio_seconds=sum(batch.audio_seconds for batch in batches),
+        num_utterances=int(num_utterances),
+        num_infeasible=int(num_read - num_utterances),
+        audio_seconds=audio_seconds,
         padding_share=1 - frames / room if room else 0.0,
         suspects=suspects,
     )

@@ -63,13 +63,13 @@ def validate(
         model.train(was_training)
     for other in gather(rows, world):
         rows.update(other)
+    rows = dict(sorted(rows.items()))  # so that sums are the same on every rank and in every order of batches
     losses = [loss for _, _, loss, fits in rows.values() if fits]
     refs, hyps = [row[0] for row in rows.values()], [row[1] for row in rows.values()]
-    chosen = sorted(rows)[:NUM_EXAMPLES]
     return Validation(
         loss=sum(losses) / len(losses) if losses else float("nan"),
         wer=count_errors(refs, hyps).rate,
         cer=count_errors(refs, hyps, unit="character").rate,
         num_utterances=len(rows),
-        examples=[(utterance, rows[utterance][0], rows[utterance][1]) for utterance in chosen],
+        examples=[(utterance, rows[utterance][0], rows[utterance][1]) for utterance in list(rows)[:NUM_EXAMPLES]],
     )

@@ -1,0 +1,70 @@
+import dataclasses
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from asr.data.augment import random_volume
+from asr.data.dataset import SpeechDataset
+from asr.features.fbank import Fbank
+
+
+def test_a_batch_holds_each_utterance_in_one_order_with_zero_padding(make_wavs, two_features, letters):
+    cuts = make_wavs([0.1, 0.3, 0.2], text=" ab ")
+    batch = SpeechDataset(two_features, 2, letters)[cuts, 1]
+    assert batch.ids == ["c00", "c01", "c02"] and batch.speakers == ["speaker0", "speaker1", "speaker0"]
+    assert batch.texts == ["ab"] * 3 and batch.tokens.tolist() == [[1, 2]] * 3 and batch.token_lens.tolist() == [2] * 3
+    assert batch.features.shape == (3, 30, 2) and batch.feature_lens.tolist() == [10, 30, 20]
+    assert batch.audio_seconds == pytest.approx(0.6) and batch.skipped == []
+    for row, length in enumerate([10, 30, 20]):
+        assert batch.features[row, :length, 1].gt(0).all() and not batch.features[row, length:].any()
+
+
+def test_empty_transcripts_have_no_tokens(make_wavs, two_features, letters):
+    batch = SpeechDataset(two_features, 2, letters)[make_wavs([0.1, 0.1], text="  "), 1]
+    assert batch.tokens.shape == (2, 0) and batch.tokens.dtype == torch.int64 and batch.token_lens.tolist() == [0, 0]
+
+
+def test_what_cannot_be_used_is_left_out_and_named(make_wavs, two_features, letters, tmp_path):
+    cuts = make_wavs([0.1, 0.1, 0.1, 0.1])
+    (tmp_path / "c00.wav").unlink()
+    (tmp_path / "c01.wav").write_bytes(b"")
+    soundfile.write(tmp_path / "c02.wav", np.full(1600, np.nan), 16000, subtype="FLOAT")
+    batch = SpeechDataset(two_features, 2, letters)[cuts, 1]
+    assert batch.ids == ["c03"] and [name for name, _ in batch.skipped] == ["c00", "c01", "c02"]
+    assert all(f"{name}.wav" in reason for name, reason in batch.skipped)
+    nothing = SpeechDataset(two_features, 2, letters)[cuts[:3], 1]
+    assert len(nothing) == 0 and nothing.features.shape == (0, 0, 2) and len(nothing.skipped) == 3
+    assert nothing.tokens.dtype == torch.int64
+
+
+def test_features_that_are_not_finite_are_left_out(make_wavs, letters):
+    def broken(samples):
+        return torch.full((3, 2), torch.inf)
+
+    batch = SpeechDataset(broken, 2, letters)[make_wavs([0.1]), 1]
+    assert len(batch) == 0 and "not finite" in batch.skipped[0][1]
+
+
+def test_augmentation_differs_between_cuts_epochs_and_seeds_only(make_wavs, two_features, letters):
+    cut = make_wavs([0.1])[0]
+    twin = dataclasses.replace(cut, id="twin")
+
+    def loudness(which, seed, epoch):
+        dataset = SpeechDataset(two_features, 2, letters, seed, cut_augments=(random_volume,))
+        return float(dataset[[which], epoch].features[..., 1].max())
+
+    assert loudness(cut, 1, 1) == loudness(cut, 1, 1)
+    assert len({loudness(cut, 1, 1), loudness(twin, 1, 1), loudness(cut, 1, 2), loudness(cut, 2, 1)}) == 4
+
+
+def test_dither_is_a_function_of_seed_epoch_and_cut(make_wavs, letters):
+    cuts = make_wavs([0.1, 0.1])
+    dataset = SpeechDataset(Fbank(num_mel_bins=20, dither=50.0), 20, letters, seed=1)
+    before = torch.get_rng_state()
+    first = dataset[cuts, 1].features
+    assert torch.equal(before, torch.get_rng_state())
+    torch.rand(7)
+    assert torch.equal(first, dataset[cuts, 1].features)
+    assert not torch.equal(first, dataset[cuts, 2].features)
