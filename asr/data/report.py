@@ -13,7 +13,7 @@ from typing import Any
 
 from lhotse.cut import Cut
 
-from asr.data.cuts import Rejection, source_sampling_rate, unreadable_reason
+from asr.data.cuts import Rejection, simple_parts, source_sampling_rate, unreadable_reason
 
 REPORT_NAME = "data_report.json"
 MOST_LISTED = 50
@@ -42,7 +42,10 @@ class SplitStatistics:
         supervision = cut.supervisions[0]
         text = supervision.text or ""
         self.utterances += 1
-        self.digest.update(f"{cut.id}\t{text}\t{cut.duration:.6f}\n".encode())
+        # Names of recordings, not their paths: the same corpus in another place is the same.
+        parts = [part for part in simple_parts(cut) if getattr(part, "has_recording", False)]
+        audio = " ".join(f"{part.recording_id}@{part.start:.4f}" for part in parts)
+        self.digest.update(f"{cut.id}\t{text}\t{cut.duration:.6f}\t{audio}\n".encode())
         self.words += len(text.split())
         self.empty_transcripts += not text.strip()
         self.text_lengths[len(text) // 10 * 10] += 1

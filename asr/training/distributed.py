@@ -40,6 +40,9 @@ def connect(device: str) -> tuple[World, torch.device]:
         raise ValueError(f"device={device}: this machine has no CUDA device; use device=cpu")
     if wants_gpu:
         chosen = torch.device(device if ":" in device else f"cuda:{world.local_rank}")
+        count = torch.cuda.device_count()
+        if (chosen.index or 0) >= count:
+            raise ValueError(f"device={device}: {chosen} was asked for, and this machine has {count} CUDA device(s)")
         torch.cuda.set_device(chosen)
     else:
         chosen = torch.device("cpu" if device == "auto" else device)

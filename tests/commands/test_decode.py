@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 
 from tests.commands.tiny import command, decode, read_json, train
 
@@ -103,12 +102,10 @@ def test_avg_auto_tells_what_it_tried_and_takes_the_best_on_dev(trained):
         (["data.sets=[tset]"], "['tset'] not prepared; there are"),
         (["data.test=nowhere.tsv"], "nowhere.tsv"),
         (["precision=bf16"], "precision=bf16: decoding knows fp32, amp_fp16 and amp_bf16"),
-        (["device=cuda:9"], "device=cuda:9"),
+        (["device=cuda:99"], "device=cuda:99"),
     ],
 )
 def test_mistakes_are_told_in_one_line(arguments, message, trained):
-    if arguments[0].startswith("device") and torch.cuda.is_available():
-        pytest.skip("this machine has a CUDA device")
     assert message in said(trained, *arguments)
 
 

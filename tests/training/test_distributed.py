@@ -66,6 +66,13 @@ def test_a_gpu_that_is_not_there_is_refused():
         connect("cuda")
 
 
+def test_a_gpu_beyond_those_of_the_machine_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match=r"device=cuda:3: .*1 CUDA device"):
+        connect("cuda:3")
+
+
 def test_what_ranks_tell_one_another():
     def work(world, device):
         assert gather(world.rank, world) == [0, 1, 2]
