@@ -37,7 +37,7 @@ def test_killed_in_mid_epoch_the_same_command_ends_with_the_same_bits(tmp_path, 
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
-    process.communicate()
+    assert process.wait() == -signal.SIGKILL
     assert not (run / "checkpoints" / "epoch-2.pt").exists(), "it was to be killed within an epoch"
     assert read_json(run / "train.json")["status"] == "running"
 
