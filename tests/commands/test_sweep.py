@@ -89,7 +89,10 @@ def test_a_sweep_over_a_group_is_named_by_its_choices(tmp_path, digits):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("hydra_plugins.hydra_joblib_launcher") is None, reason="needs the extra `sweep`")
+@pytest.mark.skipif(
+    not (find_spec("hydra_plugins") and find_spec("hydra_plugins.hydra_joblib_launcher")),
+    reason="needs the extra `sweep`",
+)
 def test_the_joblib_launcher_runs_jobs_side_by_side(tmp_path, digits):
     done = finish(
         spawn(sys.executable, ROOT / "train.py", "-m", *MODEL, *digits, "hydra/launcher=joblib",
