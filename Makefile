@@ -20,7 +20,7 @@ $(INSTALLED): pyproject.toml
 
 setup: $(INSTALLED) ## Make .venv and install everything
 
-demo: $(INSTALLED) ## Generate speech, train, average, decode, print a WER table (about 6 minutes on 2 cores)
+demo: $(INSTALLED) ## Generate speech, train, average, decode, print a WER table
 	$(PY) train.py run_dir=$(DEMO)
 	$(PY) decode.py run_dir=$(DEMO) avg=auto
 	$(PY) scripts/report.py $(DEMO)
