@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -12,15 +10,12 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from asr.model import AsrModel
+from asr.training.loop import EpochLoader
 from asr.training.monitor import Monitor
 from asr.training.precision import PrecisionMode
 from asr.types import Batch
 
 NUM_UTTERANCES = 3
-
-
-class EpochLoader(Protocol):
-    def epoch(self, epoch: int, start_batch: int = 0) -> Iterator[Batch]: ...
 
 
 class Pictures:
