@@ -113,7 +113,7 @@ def train(settings: TrainSettings, run_dir: Path, world: World, device: Any) -> 
         settings.name, run_dir, build.trainer_settings(settings, steps_per_epoch), model, optimizer,
         build.build_schedule(settings, total_steps), data.train,
         lambda model: validate(model, data.dev.epoch(0), search, tokenizer.decode, precision, world, device),
-        precision, monitor, identity, world,
+        precision, monitor, identity, world, build.reference_batches(settings, world),
         Pictures(monitor, data.dev, precision).draw if settings.trainer.pictures and world.is_main else None,
     )  # fmt: skip
     if found:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import inspect
 import json
 import logging
 from collections.abc import Iterable
@@ -35,7 +34,7 @@ from asr.features.normalise import FeatureNorm
 from asr.layers.init import initialise
 from asr.model import AsrModel
 from asr.scoring.wer import CJK, Utterance
-from asr.targets import locate, target_faults
+from asr.targets import accepted, locate, target_faults
 from asr.text.normalise import Normaliser
 from asr.text.tokenizer import Tokenizer
 from asr.training.distributed import World, share
@@ -113,9 +112,13 @@ def build_model(settings: TrainSettings, tokenizer: Tokenizer) -> AsrModel:
     num_mel_bins = make(settings.features["fbank"]).output_dim
     feature_norm = make(settings.features["normalise"], num_mel_bins=num_mel_bins)
     encoder = make(settings.encoder, input_dim=num_mel_bins)
-    head = make(
-        settings.head, input_dim=encoder.output_dim, vocab_size=tokenizer.vocab_size, blank_id=tokenizer.blank_id
-    )
+    vocabulary = {
+        "input_dim": encoder.output_dim,
+        "vocab_size": tokenizer.vocab_size,
+        "blank_id": tokenizer.blank_id,
+        "sos_eos_id": tokenizer.sos_eos_id,
+    }
+    head = make(settings.head, **accepted(locate(settings.head["_target_"]), vocabulary))
     mode = settings.init_mode.value if settings.init_mode else None
     for part in (encoder, head):
         initialise(part, mode)
@@ -266,13 +269,15 @@ def build_optimizer(settings: TrainSettings, model: nn.Module) -> torch.optim.Op
 
 def build_schedule(settings: TrainSettings, total_steps: int) -> Schedule:
     """The learning rate schedule; `total_steps` goes to those that ask for it."""
-    wanted = inspect.signature(locate(settings.schedule["_target_"])).parameters
-    return make(settings.schedule, **({"total_steps": total_steps} if "total_steps" in wanted else {}))
+    wanted = accepted(locate(settings.schedule["_target_"]), {"total_steps": total_steps})
+    return make(settings.schedule, **wanted)
 
 
 def build_search(node: dict[str, Any]) -> Any:
-    """A search as a function of (head, encoded)."""
-    return make(node)
+    """A search as a function of (head, encoded), where `head` is or holds one that it works on."""
+    search = make(node)
+    name = node["_target_"].rpartition(".")[2]
+    return lambda head, encoded: search(head.part_for(name), encoded)
 
 
 def search_settings(method: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -335,6 +340,12 @@ def check_same_data(checkpoint: dict[str, Any] | None, settings: TrainSettings) 
             f"{prepared_folder(settings)}: the prepared data has changed since this run began; "
             "start a new run, or put the data back"
         )
+
+
+def reference_batches(settings: TrainSettings, world: World) -> float:
+    """How many batches of `trainer.reference_duration` seconds one optimiser step stands for."""
+    trained = settings.data.max_duration * settings.trainer.accumulate * world.size
+    return trained / settings.trainer.reference_duration
 
 
 def count_steps(settings: TrainSettings, data: TrainData) -> tuple[int, int]:

@@ -71,6 +71,7 @@ class TrainerSettings:
     average_period: int = 10
     max_skipped: int = 30
     initial_grad_scale: float = 65536.0
+    reference_duration: float = 600.0
     num_threads: int | None = None
     progress: bool = True
     pictures: bool = True
@@ -171,7 +172,7 @@ PASSED_BY_BUILD = {
     "features.fbank": set(),
     "augment": set(),
     "encoder": {"input_dim"},
-    "head": {"input_dim", "vocab_size", "blank_id"},
+    "head": {"input_dim", "vocab_size", "blank_id", "sos_eos_id"},
     "optim": {"params"},
     "schedule": {"total_steps"},
     "search": {"head", "encoded"},
@@ -292,6 +293,7 @@ def _train_faults(settings: TrainSettings) -> list[str]:
         "trainer.keep_last": trainer.keep_last,
         "trainer.average_period": trainer.average_period,
         "trainer.max_skipped": trainer.max_skipped,
+        "trainer.reference_duration": trainer.reference_duration,
         "data.max_duration": data.max_duration,
         "data.max_utterance": data.max_utterance,
         "data.num_buckets": data.num_buckets,
@@ -323,13 +325,22 @@ def _search_faults(settings: TrainSettings) -> list[str]:
     name = str(settings.search.get("_target_", "")).rpartition(".")[2]
     if foreign_targets("head", settings.head):
         return []
-    try:
-        searches = getattr(locate(str(settings.head.get("_target_"))), "searches", ())
-    except (ImportError, AttributeError, ValueError):
-        return []
+    searches = _searches_of(settings.head)
     if not searches or name in searches:
         return []
     return [f"search={name}: head {settings.head['_target_']} offers {', '.join(searches)}"]
+
+
+def _searches_of(head: dict[str, Any]) -> tuple[str, ...]:
+    """Names of the searches of a head's section and of the heads inside it."""
+    try:
+        searches = tuple(getattr(locate(str(head.get("_target_"))), "searches", ()))
+    except (ImportError, AttributeError, ValueError):
+        return ()
+    inside = head.get("heads")
+    return searches + tuple(
+        name for part in (inside.values() if isinstance(inside, dict) else ()) for name in _searches_of(part)
+    )
 
 
 def _device_faults(device: str) -> list[str]:

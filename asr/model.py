@@ -30,7 +30,7 @@ class AsrModel(nn.Module):
             features_BTF = self.augment(features_BTF, lens_B)
         return self.encoder(features_BTF, lens_B)
 
-    def forward(self, batch: Batch) -> Tensor:
-        """Losses (B,) per utterance, fp32."""
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        """Weighted parts (B,) of the losses per utterance, fp32; their sum is what is minimised."""
         encoded = self.encode(batch.features, batch.feature_lens)
-        return self.head.loss(encoded, batch.tokens, batch.token_lens)
+        return self.head.loss_parts(encoded, batch.tokens, batch.token_lens)

@@ -19,6 +19,12 @@ def locate(target: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
+def accepted(callee: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Those of `arguments` that `callee` takes."""
+    parameters = inspect.signature(callee).parameters
+    return {name: value for name, value in arguments.items() if name in parameters}
+
+
 def nearest(key: str, allowed: Iterable[str]) -> str:
     """The end of a message about an unknown key: the most similar allowed one, or all of them."""
     names = sorted(allowed)
@@ -45,6 +51,10 @@ def target_faults(place: str, node: dict, passed: Collection[str] = ()) -> list[
     for key in given:
         if key not in allowed:
             faults.append(f"{place}.{key}={node[key]!r}: {target} takes no such argument{nearest(key, allowed)}")
+        elif parts := _partial_sections(node[key]):
+            faults += [
+                fault for name, part in parts.items() for fault in target_faults(f"{place}.{key}.{name}", part, passed)
+            ]
         elif not _fits(node[key], hints.get(key, Any)):
             faults.append(f"{place}.{key}={node[key]!r}: {_name(hints[key])} is expected")
     for name, parameter in parameters.items():
@@ -52,6 +62,12 @@ def target_faults(place: str, node: dict, passed: Collection[str] = ()) -> list[
         if not optional and name not in given and name not in passed:
             faults.append(f"{place}.{name}: required by {target}")
     return faults
+
+
+def _partial_sections(value: Any) -> dict[str, dict]:
+    """Sections inside a section whose objects its owner makes, with what was `passed` to itself."""
+    sections = value if isinstance(value, dict) else {}
+    return {name: part for name, part in sections.items() if isinstance(part, dict) and part.get("_partial_")}
 
 
 def foreign_targets(place: str, node: Any) -> list[str]:

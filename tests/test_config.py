@@ -181,3 +181,13 @@ def test_help_and_misspelt_overrides_answer_without_importing_torch(script, argu
     assert said in done.stdout + done.stderr
     assert done.stderr.splitlines()[-1] == "[]"
     assert "Traceback" not in done.stderr and not list(tmp_path.iterdir())
+
+
+def test_heads_inside_a_head_are_checked_and_their_searches_offered():
+    cfg = compose_train()
+    part = {"_target_": "asr.heads.ctc.CTC", "_partial_": True}
+    cfg.head = {"_target_": "asr.heads.joint.Joint", "heads": {"ctc": dict(part)}, "weights": {"ctc": 1.0}}
+    assert check(cfg).head["heads"]
+    cfg.head.heads.ctc.drop = 0.5
+    with pytest.raises(ConfigError, match=r"head\.heads\.ctc\.drop=0\.5: .*did you mean dropout"):
+        check(cfg)

@@ -37,7 +37,7 @@ def batch():
 
 def test_losses_come_from_normalised_features():
     model, data = make(None).eval(), batch()
-    losses = model(data)
+    losses = model(data)["ctc"]
     assert losses.shape == (2,) and losses.dtype == torch.float32
     encoded = model.encoder(data.features / 2, data.feature_lens)
     assert torch.equal(model.encode(data.features, data.feature_lens).frames, encoded.frames)
@@ -46,8 +46,8 @@ def test_losses_come_from_normalised_features():
 
 def test_augmentation_in_training_only():
     plain, augmented, data = make(None), make(Silence()), batch()
-    assert torch.equal(plain.eval()(data), augmented.eval()(data))
-    assert not torch.equal(plain.train()(data), augmented.train()(data))
+    assert torch.equal(plain.eval()(data)["ctc"], augmented.eval()(data)["ctc"])
+    assert not torch.equal(plain.train()(data)["ctc"], augmented.train()(data)["ctc"])
 
 
 def test_a_few_steps_lower_the_loss():
@@ -56,7 +56,7 @@ def test_a_few_steps_lower_the_loss():
     losses = []
     for _ in range(25):
         optimizer.zero_grad()
-        loss = model(data).sum()
+        loss = model(data)["ctc"].sum()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())

@@ -8,12 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from asr.heads.head import Head
 from asr.layers.dropout import Dropout
 from asr.layers.masks import length_mask
 from asr.types import Encoded
 
 
-class CTC(nn.Module):
+class CTC(Head):
     """Dropout, linear, log-softmax; the loss is -log P(tokens | frames) in nats, summed over an utterance.
 
     An empty transcript is trained as all blank. An utterance with fewer frames than its tokens need (one for each, one
@@ -33,8 +34,8 @@ class CTC(nn.Module):
         """(B, T, V) log-probabilities, fp32."""
         return F.log_softmax(self.output(self.dropout(encoded.frames)).float(), dim=-1)
 
-    def loss(self, encoded: Encoded, tokens_BU: Tensor, token_lens_B: Tensor) -> Tensor:
-        """Losses (B,), fp32. Raises ValueError where a transcript holds blank or an id outside the vocabulary."""
+    def loss_parts(self, encoded: Encoded, tokens_BU: Tensor, token_lens_B: Tensor) -> dict[str, Tensor]:
+        """Raises ValueError where a transcript holds blank or an id outside the vocabulary."""
         self._check_tokens(tokens_BU, token_lens_B)
         feasible = self.feasible(encoded.lens, tokens_BU, token_lens_B)
         # What is infeasible runs as an all-blank utterance of one frame, whose loss and gradient are finite.
@@ -46,7 +47,7 @@ class CTC(nn.Module):
             blank=self.blank_id,
             reduction="none",
         )
-        return torch.where(feasible, losses, 0.0)
+        return {"ctc": torch.where(feasible, losses, 0.0)}
 
     def feasible(self, lens_B: Tensor, tokens_BU: Tensor, token_lens_B: Tensor) -> Tensor:
         """(B,) mask: frames >= tokens + equal neighbours, and at least one frame."""

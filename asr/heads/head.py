@@ -2,32 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from functools import reduce
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from asr.types import Encoded
 
 
-class Head(Protocol):
+class Head(nn.Module, ABC):
     """A module from frames to losses; its constructor takes `input_dim` (the encoder's width), `vocab_size` and
     `blank_id` (the tokenizer's) from the build.
 
-    searches: names of the searches that decode with it, as in conf/search.
+    searches: names of the searches that decode with it, as in conf/search; the first is the default.
     """
 
     vocab_size: int
     blank_id: int
     searches: tuple[str, ...]
 
-    def loss(self, encoded: Encoded, tokens_BU: Tensor, token_lens_B: Tensor) -> Tensor:
-        """Losses (B,) per utterance, fp32 in every precision mode; 0 and without gradient where infeasible."""
-        ...
+    @abstractmethod
+    def loss_parts(self, encoded: Encoded, tokens_BU: Tensor, token_lens_B: Tensor) -> dict[str, Tensor]:
+        """Named parts (B,) of the losses per utterance, weighted so that their sum is what is minimised.
 
+        fp32 in every precision mode; 0 and without gradient where infeasible.
+        """
+
+    @abstractmethod
     def feasible(self, lens_B: Tensor, tokens_BU: Tensor, token_lens_B: Tensor) -> Tensor:
         """(B,) mask of the utterances whose frames suffice for their tokens."""
-        ...
 
+    @abstractmethod
     def min_frames(self, tokens: list[int]) -> int:
         """The least number of encoder frames for which these tokens are feasible."""
-        ...
+
+    def loss(self, encoded: Encoded, tokens_BU: Tensor, token_lens_B: Tensor) -> Tensor:
+        """Losses (B,) per utterance: the sum of the parts."""
+        return add_parts(self.loss_parts(encoded, tokens_BU, token_lens_B))
+
+    def part_for(self, search: str) -> Head:
+        """The head that `search` works on: this one, or one inside it. Raises ValueError when there is none."""
+        if search not in self.searches:
+            raise ValueError(f"search={search}: {type(self).__name__} offers {', '.join(self.searches)}")
+        return self
+
+
+def add_parts(parts: dict[str, Tensor]) -> Tensor:
+    """The losses (B,) that weighted parts (B,) make together."""
+    return reduce(torch.add, parts.values())

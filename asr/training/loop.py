@@ -14,11 +14,12 @@ from typing import Any, Protocol
 import torch
 
 from asr.config import TrainerSettings
+from asr.layers.schedule import set_batch_count
 from asr.model import AsrModel
 from asr.training.averaging import RunningAverage
 from asr.training.checkpoint import CheckpointFolder, generator_states, restore_generators
 from asr.training.distributed import World, average_buffers, gather
-from asr.training.monitor import Monitor, SkippedItems, clock, peak_memory_bytes
+from asr.training.monitor import Monitor, SkippedItems, clock, part_figures, peak_memory_bytes
 from asr.training.precision import NumericsError, PrecisionMode
 from asr.training.schedule import Schedule, apply_schedule
 from asr.training.step import train_step
@@ -70,6 +71,7 @@ class Trainer:
     Args:
         run_name: for train.json.
         run_dir: the run's folder.
+        reference_batches: what a step counts for in `set_batch_count`.
         identity: what each checkpoint holds beside the state: config, tokenizer, versions, data fingerprint.
         validate: runs the dev set.
         on_validation: called with (model, step) after each validation, for pictures.
@@ -89,6 +91,7 @@ class Trainer:
         monitor: Monitor,
         identity: dict[str, Any],
         world: World,
+        reference_batches: float = 1.0,
         on_validation: Callable[[AsrModel, int], None] | None = None,
     ):
         self.run_name = run_name
@@ -102,6 +105,7 @@ class Trainer:
         self.monitor = monitor
         self.identity = identity
         self.world = world
+        self.reference_batches = reference_batches
         self.on_validation = on_validation
         self.checkpoints = CheckpointFolder(run_dir / "checkpoints")
         self.average = RunningAverage(model, settings.average_period)
@@ -157,7 +161,8 @@ class Trainer:
         for batch in group:
             self.skipped_items.take(batch.skipped)
         progress.step += 1
-        lr = apply_schedule(self.optimizer, self.schedule, progress.step)
+        lr = apply_schedule(self.optimizer, self.schedule, progress.step, progress.epoch)
+        set_batch_count(self.model, progress.step * self.reference_batches)
         result = train_step(
             self.model,
             group,
@@ -220,6 +225,7 @@ class Trainer:
             "epoch": progress.epoch,
             "step": progress.step,
             "loss": result.loss,
+            **part_figures(result.loss_parts),
             "wer": result.wer,
             "cer": result.cer,
         }

@@ -79,6 +79,7 @@ class Monitor:
         done = step - (self._first_step or step) + 1
         figures = {
             "loss": _mean([r.loss for r in finite]),
+            **part_figures(_mean_parts([r.loss_parts for r in finite])),
             "grad_norm": _mean([r.grad_norm for r in finite]),
             "clipped_share": _mean([float(r.clipped) for r in finite]),
             "lr": lr,
@@ -214,6 +215,15 @@ class _ScreenHandler(logging.StreamHandler):
     def emit(self, record: logging.LogRecord) -> None:
         if not getattr(record, "only_in_file", False):
             tqdm.write(self.format(record), file=sys.stderr)
+
+
+def part_figures(parts: dict[str, float]) -> dict[str, float]:
+    """Parts of a loss under the names of their figures; none where the loss has but one part."""
+    return {f"loss/{name}": value for name, value in parts.items()} if len(parts) > 1 else {}
+
+
+def _mean_parts(rows: list[dict[str, float]]) -> dict[str, float]:
+    return {name: _mean([row[name] for row in rows if name in row]) for name in (rows[0] if rows else ())}
 
 
 def _mean(values: list[float]) -> float:

@@ -1,6 +1,7 @@
-"""Learning rate schedules: functions of the step, so that a resumed run needs no state of theirs.
+"""Learning rate schedules: functions of step and epoch, so that a resumed run needs no state of theirs.
 
-Every schedule maps a 1-based optimiser step to a factor on the optimiser's own learning rate.
+Every schedule maps a 1-based optimiser step and the 1-based epoch in progress to a factor on the optimiser's own
+learning rate.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import torch
 
 
 class Schedule(Protocol):
-    """Factor on the base learning rate at a 1-based step."""
+    """Factor on the base learning rate at a 1-based step of a 1-based epoch."""
 
-    def factor(self, step: int) -> float: ...
+    def factor(self, step: int, epoch: int) -> float: ...
 
 
 class Constant:
@@ -23,7 +24,7 @@ class Constant:
     def __init__(self, warmup_steps: int = 0):
         self.warmup_steps = warmup_steps
 
-    def factor(self, step: int) -> float:
+    def factor(self, step: int, epoch: int) -> float:
         return min(1.0, step / max(1, self.warmup_steps))
 
 
@@ -36,7 +37,7 @@ class WarmupCosine:
         self.total_steps = max(total_steps, self.warmup_steps + 1)
         self.final_factor = final_factor
 
-    def factor(self, step: int) -> float:
+    def factor(self, step: int, epoch: int) -> float:
         if step < self.warmup_steps:
             return step / self.warmup_steps
         progress = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
@@ -56,7 +57,7 @@ class WarmupHoldDecay:
         self.total_steps = max(total_steps, self.hold_until + 1)
         self.final_factor = final_factor
 
-    def factor(self, step: int) -> float:
+    def factor(self, step: int, epoch: int) -> float:
         if step < self.warmup_steps:
             return step / self.warmup_steps
         if step < self.hold_until:
@@ -74,14 +75,14 @@ class WarmupInverseSqrt:
     def __init__(self, warmup_steps: int = 25000):
         self.warmup_steps = max(1, warmup_steps)
 
-    def factor(self, step: int) -> float:
+    def factor(self, step: int, epoch: int) -> float:
         step = max(1, step)
         return self.warmup_steps**0.5 * min(step**-0.5, step * self.warmup_steps**-1.5)
 
 
-def apply_schedule(optimizer: torch.optim.Optimizer, schedule: Schedule, step: int) -> float:
+def apply_schedule(optimizer: torch.optim.Optimizer, schedule: Schedule, step: int, epoch: int) -> float:
     """Set the learning rate of every group for `step`; the first group's is returned."""
-    factor = schedule.factor(step)
+    factor = schedule.factor(step, epoch)
     for group in optimizer.param_groups:
         group["lr"] = group.setdefault("base_lr", group["lr"]) * factor
     return optimizer.param_groups[0]["lr"]

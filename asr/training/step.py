@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from asr.heads.head import add_parts
 from asr.model import AsrModel
 from asr.training.distributed import World, gather, sum_gradients, totals
 from asr.training.precision import PrecisionMode
@@ -19,11 +20,13 @@ class StepResult:
     """What one step did, on all ranks together.
 
     loss: mean over feasible utterances.
+    loss_parts: the same of its weighted parts, which add up to it.
     grad_norm: before clipping; NaN where no utterance was feasible.
     suspects: of a step that was not finite, the utterances whose losses were not, or all where only the gradient was.
     """
 
     loss: float
+    loss_parts: dict[str, float]
     grad_norm: float
     finite: bool
     clipped: bool
@@ -60,16 +63,20 @@ def train_step(
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
 
     optimizer.zero_grad(set_to_none=True)
-    loss_sum, suspects = 0.0, []
+    part_sums: dict[str, float] = {}
+    suspects: list[str] = []
     for batch in batches:
         with precision.autocast():
-            losses_B = model(batch)
+            parts = model(batch)
+            losses_B = add_parts(parts)
         precision.backward(losses_B.sum() / max(1, num_utterances))
         own = losses_B.detach()
-        loss_sum += float(own.sum())
+        for name, part_B in parts.items():
+            part_sums[name] = part_sums.get(name, 0.0) + float(part_B.detach().sum())
         suspects += [batch.ids[i] for i in torch.nonzero(~own.isfinite()).flatten().tolist()]
     sum_gradients(model.parameters(), world)
-    loss = totals([loss_sum], world, device)[0] / max(1, num_utterances)
+    loss_parts = _means(part_sums, num_utterances, world, device)
+    loss = sum(loss_parts.values())
 
     norm, clipped = math.nan, False
     if num_utterances:
@@ -91,6 +98,7 @@ def train_step(
         suspects = suspects or [name for names in gather([i for b in batches for i in b.ids], world) for name in names]
     return StepResult(
         loss=loss,
+        loss_parts=loss_parts,
         grad_norm=norm,
         finite=finite,
         clipped=clipped,
@@ -106,6 +114,13 @@ def count_feasible(model: AsrModel, batch: Batch) -> Tensor:
     """How many utterances of the batch have frames enough for their transcripts."""
     lens_B = model.encoder.output_lens(batch.feature_lens)
     return model.head.feasible(lens_B, batch.tokens, batch.token_lens).sum()
+
+
+def _means(sums: dict[str, float], count: float, world: World, device: torch.device) -> dict[str, float]:
+    """Sums of this rank to means over all ranks. A rank whose group was empty knows no names."""
+    names = sorted({name for of_rank in gather(list(sums), world) for name in of_rank})
+    summed = totals([sums.get(name, 0.0) for name in names], world, device)
+    return {name: value / max(1, count) for name, value in zip(names, summed, strict=True)}
 
 
 @torch.no_grad()

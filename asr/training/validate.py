@@ -21,10 +21,11 @@ Search = Callable[[nn.Module, Encoded], list[Hypothesis]]
 
 @dataclass
 class Validation:
-    """loss is the mean over feasible utterances; wer and cer are percent, None without a reference; examples are
-    (id, reference, hypothesis)."""
+    """loss is the mean over feasible utterances, loss_parts those of its weighted parts; wer and cer are percent, None
+    without a reference; examples are (id, reference, hypothesis)."""
 
     loss: float
+    loss_parts: dict[str, float]
     wer: float | None
     cer: float | None
     num_utterances: int
@@ -42,32 +43,36 @@ def validate(
     device: torch.device,
 ) -> Validation:
     """Run the dev set, which every rank holds a part of, without leaving a trace in the model."""
-    rows: dict[str, tuple[str, str, float, bool]] = {}
+    rows: dict[str, tuple[str, str, dict[str, float]]] = {}
     was_training = model.training
     model.eval()
     try:
         for batch in batches:
-            rows.update((utterance, ("", "", 0.0, False)) for utterance, _ in batch.skipped)
+            rows.update((utterance, ("", "", {})) for utterance, _ in batch.skipped)
             if not len(batch):
                 continue
             batch = batch.to(device)
             with precision.autocast():
                 encoded = model.encode(batch.features, batch.feature_lens)
-                losses_B = model.head.loss(encoded, batch.tokens, batch.token_lens)
+                parts = model.head.loss_parts(encoded, batch.tokens, batch.token_lens)
                 hypotheses = search(model.head, encoded)
             feasible = model.head.feasible(encoded.lens, batch.tokens, batch.token_lens)
-            columns = (batch.ids, batch.texts, hypotheses, losses_B.tolist(), feasible.tolist())
-            for utterance, ref, hypothesis, loss, fits in zip(*columns, strict=True):
-                rows[utterance] = (ref, to_text(hypothesis.tokens), loss, fits)
+            losses = {name: part_B.tolist() for name, part_B in parts.items()}
+            columns = (batch.ids, batch.texts, hypotheses, feasible.tolist())
+            for row, (utterance, ref, hypothesis, fits) in enumerate(zip(*columns, strict=True)):
+                of_parts = {name: values[row] for name, values in losses.items()} if fits else {}
+                rows[utterance] = (ref, to_text(hypothesis.tokens), of_parts)
     finally:
         model.train(was_training)
     for other in gather(rows, world):
         rows.update(other)
     rows = dict(sorted(rows.items()))  # so that sums are the same on every rank and in every order of batches
-    losses = [loss for _, _, loss, fits in rows.values() if fits]
+    counted = [of_parts for _, _, of_parts in rows.values() if of_parts]
+    loss_parts = {name: sum(row[name] for row in counted) / len(counted) for name in (counted[0] if counted else ())}
     refs, hyps = [row[0] for row in rows.values()], [row[1] for row in rows.values()]
     return Validation(
-        loss=sum(losses) / len(losses) if losses else float("nan"),
+        loss=sum(loss_parts.values()) if counted else float("nan"),
+        loss_parts=loss_parts,
         wer=count_errors(refs, hyps).rate,
         cer=count_errors(refs, hyps, unit="character").rate,
         num_utterances=len(rows),

@@ -14,8 +14,8 @@ from asr.training.step import StepResult
 
 def result(**changes):
     values = dict(
-        loss=2.0, grad_norm=1.0, finite=True, clipped=False, num_utterances=4, num_infeasible=0, audio_seconds=3600.0,
-        padding_share=0.1,
+        loss=2.0, loss_parts={"ctc": 2.0}, grad_norm=1.0, finite=True, clipped=False, num_utterances=4,
+        num_infeasible=0, audio_seconds=3600.0, padding_share=0.1,
     )  # fmt: skip
     return StepResult(**{**values, **changes})
 
