@@ -292,9 +292,7 @@ class ConformerBlock(nn.Module):
     ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
         """The same for frames that follow others, with keys and values of all frames and what convolution keeps."""
         x = self._begin(x)
-        attended, keys_values = self.attention.forward_chunk(
-            self.attention_norm(x), positions_RD, mask, past_attention
-        )
+        attended, keys_values = self.attention.forward_chunk(self.attention_norm(x), positions_RD, mask, past_attention)
         x = x + attended
         convolved, kept = self.convolution.forward_chunk(self.convolution_norm(x), mask_BT, past_convolution)
         return self._end(x + convolved), keys_values, kept

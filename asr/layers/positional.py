@@ -46,7 +46,7 @@ class RelativePositionalEncoding(nn.Module):
         return self._table[centre - num_keys : centre + num_queries].to(like.dtype)
 
     def of_positions(self, start: int, stop: int, like: Tensor) -> Tensor:
-        """(stop - start, D) encodings of the positions start ... stop - 1 themselves, with device and type of `like`."""
+        """(stop - start, D) encodings of the positions start ... stop - 1, with the device and type of `like`."""
         centre = self._grow(max(stop, -start), like.device)
         return self._table[centre - stop : centre - start].flip(0).to(like.dtype)
 
