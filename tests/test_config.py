@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
 
 from asr.config import ConfigError, DecodeSettings, TrainSettings, check, check_overrides
 
@@ -185,6 +186,7 @@ def test_help_and_misspelt_overrides_answer_without_importing_torch(script, argu
 
 def test_heads_inside_a_head_are_checked_and_their_searches_offered():
     cfg = compose_train()
+    OmegaConf.set_struct(cfg, False)
     part = {"_target_": "asr.heads.ctc.CTC", "_partial_": True}
     cfg.head = {"_target_": "asr.heads.joint.Joint", "heads": {"ctc": dict(part)}, "weights": {"ctc": 1.0}}
     assert check(cfg).head["heads"]
