@@ -30,6 +30,7 @@ from asr.data.dataset import SpeechDataset, one_thread
 from asr.data.filters import count_reasons, duration_rules, feasibility_rule, filter_cuts
 from asr.data.loader import Loader
 from asr.data.report import add_tokenizer_section, format_summary, read_report, write_report
+from asr.data.store import FeatureStore
 from asr.features.normalise import FeatureNorm
 from asr.layers.init import initialise
 from asr.model import AsrModel
@@ -186,8 +187,10 @@ def build_train_data(
     if data.noise:
         augments.append(NoiseMixer(load_cuts(data.noise), data.noise_snr[0], data.noise_snr[1], data.noise_probability))
 
+    store = feature_store(settings)
+
     def loader(of: list[Any], seed: int, cut_augments: tuple[Any, ...], training: bool) -> Loader:
-        dataset = SpeechDataset(fbank, fbank.output_dim, tokenizer, seed, cut_augments)
+        dataset = SpeechDataset(fbank, fbank.output_dim, tokenizer, seed, cut_augments, store)
         return Loader(
             of, dataset, data.max_duration, data.num_buckets, data.num_workers,
             shuffle=training, seed=seed, rank=world.rank, world_size=world.size, pin_memory=gpu,
@@ -197,6 +200,15 @@ def build_train_data(
     longest = max(cut.duration for cut in kept)
     log.info("training on %d utterances, the longest of %.1f s; dev %d", len(kept), longest, len(dev))
     return TrainData(loader(kept, settings.seed, tuple(augments), True), loader(dev, 0, (), False), len(kept), filtered)
+
+
+def feature_store(settings: TrainSettings) -> FeatureStore | None:
+    """Where this run's features are kept, if anywhere: a folder for each state of the data and kind of features."""
+    if not settings.data.stored_features:
+        return None
+    identity = json.dumps([data_fingerprint(settings), settings.features["fbank"]], sort_keys=True)
+    stamp = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    return FeatureStore(Path(settings.data.stored_features) / stamp)
 
 
 def settings_of_run(checkpoint: dict[str, Any]) -> TrainSettings:

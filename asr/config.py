@@ -100,6 +100,7 @@ class DataSettings:
     noise: str | None = None
     noise_snr: list[float] = field(default_factory=lambda: [10.0, 20.0])
     noise_probability: float = 0.5
+    stored_features: str | None = None
     limit: int | None = None
 
 
@@ -315,6 +316,11 @@ def _train_faults(settings: TrainSettings) -> list[str]:
     if trainer.save_every and trainer.save_every < trainer.average_period:
         faults.append(
             f"trainer.save_every={trainer.save_every}: must be at least trainer.average_period={trainer.average_period}"
+        )
+    if data.stored_features and (data.volume_range or data.noise):
+        faults.append(
+            f"data.stored_features={data.stored_features}: features can be stored only where data.volume_range and "
+            "data.noise, which change them in every epoch, are null"
         )
     if data.corpus.get("train", "found by the recipe") is None:
         faults.append("data.train: give your training data, as in data=custom data.train=my.tsv")
