@@ -322,9 +322,12 @@ def check_resume(checkpoint: dict[str, Any], config: dict[str, Any], mode: str) 
 
 
 def data_fingerprint(settings: TrainSettings) -> str:
-    """What tells one state of the prepared data from another."""
+    """What tells one state of the prepared data from another. Raises ValueError where none has been prepared."""
     report = read_report(prepared_folder(settings))
-    assert report
+    if report is None:
+        raise ValueError(
+            f"{prepared_folder(settings)}: no data is prepared there; name a set to decode by data.test=PATH"
+        )
     return report["fingerprint"]
 
 
