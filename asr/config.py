@@ -63,7 +63,7 @@ class TrainerSettings:
     max_epochs: int = 30
     max_steps: int | None = None
     accumulate: int = 1
-    clip_norm: float = 5.0
+    clip_norm: float | None = 5.0
     log_every: int = 10
     valid_every: int | None = None
     save_every: int | None = None
