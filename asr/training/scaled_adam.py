@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 # The threshold is first set after so many steps; norms fall quickly then, so it is twice as wide.
 _FIRST_THRESHOLDS = (10, 20, 40)
+_TENSORS = ("delta", "square", "rms", "scale_square", "scale_grads")
 # The most that the scale of a parameter may be asked to change by in one update of scales.
 _MAX_SCALE_STEP = 0.1
 
@@ -110,11 +111,7 @@ class _Stack:
     def __init__(self, params: list[Tensor], states: list[dict[str, Any]]):
         self.params = params
         self.states = states
-        self.state = {
-            name: torch.stack([state[name] for state in states])
-            for name, item in states[0].items()
-            if isinstance(item, Tensor)
-        }
+        self.state = {name: torch.stack([state[name] for state in states]) for name in _TENSORS if name in states[0]}
         for row, state in enumerate(states):
             state.update({name: tensor[row] for name, tensor in self.state.items()})
 
