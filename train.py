@@ -64,12 +64,15 @@ def train(settings: TrainSettings, run_dir: Path, world: World, device: Any) -> 
     from asr.text.tokenizer import tokenizer_from_state
     from asr.training.checkpoint import CheckpointFolder
     from asr.training.loop import Trainer
+    from asr.training.memory import keep_freed_memory
     from asr.training.monitor import Monitor
     from asr.training.pictures import Pictures
     from asr.training.precision import PrecisionMode, resolve_precision
     from asr.training.profile import profiled
     from asr.training.validate import validate
 
+    if device.type == "cpu":
+        keep_freed_memory()
     if settings.trainer.num_threads:
         torch.set_num_threads(settings.trainer.num_threads)
     mode = resolve_precision(settings.precision.value, device)
