@@ -22,7 +22,7 @@ from lhotse.cut import Cut
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from asr.config import PASSED_BY_BUILD, ConfigError, DecodeSettings, TrainerSettings, TrainSettings, check
+from asr.config import PASSED_BY_BUILD, ConfigError, DecodeSettings, Precision, TrainerSettings, TrainSettings, check
 from asr.data.augment import NoiseMixer, random_volume, speed_perturb
 from asr.data.corpus import prepared_is_current, prepared_splits, write_prepared
 from asr.data.cuts import load_audio, load_cuts
@@ -38,6 +38,7 @@ from asr.scoring.wer import CJK, Utterance
 from asr.targets import accepted, locate, target_faults
 from asr.text.normalise import Normaliser
 from asr.text.tokenizer import Tokenizer
+from asr.training.bf16_update import update_bf16
 from asr.training.distributed import World, share
 from asr.training.optim import parameter_groups
 from asr.training.run_folder import changed_keys, safe_name, write_json
@@ -276,7 +277,10 @@ def scoring_unit(utterances: list[Utterance]) -> str:
 def build_optimizer(settings: TrainSettings, model: nn.Module) -> torch.optim.Optimizer:
     """The optimiser over parameter groups, of which those of one dimension do not decay."""
     groups = parameter_groups(model, float(settings.optim.get("weight_decay", 0.0)))
-    return make(settings.optim)(groups)
+    optimizer = make(settings.optim)(groups)
+    if settings.precision is Precision.bf16:
+        update_bf16(optimizer, settings.bf16_update.value, settings.seed)
+    return optimizer
 
 
 def build_schedule(settings: TrainSettings, total_steps: int) -> Schedule:
@@ -334,9 +338,12 @@ def check_resume(checkpoint: dict[str, Any], config: dict[str, Any], mode: str) 
 
 
 def data_fingerprint(settings: TrainSettings) -> str:
-    """What tells one state of the prepared data from another."""
+    """What tells one state of the prepared data from another. Raises ValueError where none has been prepared."""
     report = read_report(prepared_folder(settings))
-    assert report
+    if report is None:
+        raise ValueError(
+            f"{prepared_folder(settings)}: no data is prepared there; name a set to decode by data.test=PATH"
+        )
     return report["fingerprint"]
 
 

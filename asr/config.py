@@ -28,6 +28,14 @@ class Precision(str, Enum):
     bf16 = "bf16"
 
 
+class Bf16Update(str, Enum):
+    """How a bf16 parameter takes an update, see asr/training/bf16_update.py."""
+
+    kahan = "kahan"
+    stochastic = "stochastic"
+    plain = "plain"
+
+
 class Resume(str, Enum):
     """auto: continue when `run_dir` holds checkpoints; true: insist on it; false: refuse such a folder."""
 
@@ -63,7 +71,7 @@ class TrainerSettings:
     max_epochs: int = 30
     max_steps: int | None = None
     accumulate: int = 1
-    clip_norm: float = 5.0
+    clip_norm: float | None = 5.0
     log_every: int = 10
     valid_every: int | None = None
     save_every: int | None = None
@@ -111,6 +119,7 @@ class TrainSettings:
     name: str = "run"
     seed: int = 42
     precision: Precision = Precision.auto
+    bf16_update: Bf16Update = Bf16Update.kahan
     device: str = "auto"
     init_mode: InitMode | None = None
     run_dir: str | None = None

@@ -17,7 +17,7 @@ CONF = ROOT / "conf"
 GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir())
 ADDED = ("experiment", "debug")
 # What must be given with a choice, as its own comment says.
-NEEDED = {"data=custom": ["data.train=my.tsv"]}
+NEEDED = {"data=custom": ["data.train=my.tsv"], "tokenizer=saved": ["tokenizer.folder=runs/other"]}
 
 
 def choices(group: str) -> list[str]:

@@ -42,7 +42,7 @@ def train_step(
     batches: list[Batch],
     optimizer: torch.optim.Optimizer,
     precision: PrecisionMode,
-    clip_norm: float,
+    clip_norm: float | None,
     world: World,
     device: torch.device,
 ) -> StepResult:
@@ -83,11 +83,12 @@ def train_step(
         parameters = [p for p in model.parameters() if p.grad is not None]
         norm_tensor = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         norm = float(norm_tensor)
-        clipped = norm > clip_norm
+        clipped = clip_norm is not None and norm > clip_norm
         finite = math.isfinite(loss) and math.isfinite(norm)
-        if finite:
+        if finite and clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm_tensor)
         precision.step(optimizer, finite)
+        clipped = clipped or (finite and getattr(optimizer, "clipped", False))
     else:
         finite = math.isfinite(loss)
     if not (finite and num_utterances):
