@@ -64,12 +64,16 @@ def train(settings: TrainSettings, run_dir: Path, world: World, device: Any) -> 
     from asr.text.tokenizer import tokenizer_from_state
     from asr.training.checkpoint import CheckpointFolder
     from asr.training.loop import Trainer
+    from asr.training.memory import keep_freed_memory
+    from asr.training.mfu import peak_flops
     from asr.training.monitor import Monitor
     from asr.training.pictures import Pictures
     from asr.training.precision import PrecisionMode, resolve_precision
     from asr.training.profile import profiled
     from asr.training.validate import validate
 
+    if device.type == "cpu":
+        keep_freed_memory()
     if settings.trainer.num_threads:
         torch.set_num_threads(settings.trainer.num_threads)
     mode = resolve_precision(settings.precision.value, device)
@@ -106,6 +110,7 @@ def train(settings: TrainSettings, run_dir: Path, world: World, device: Any) -> 
         build.report_tokens(splits, tokenizer, settings, run_dir)
     monitor = Monitor(
         run_dir if world.is_main else None, settings.trainer.log_every, total_steps, settings.trainer.progress,
+        peak_flops(device, mode, world.size),
     )  # fmt: skip
     # Every process draws its own dropout and masks; the weights were drawn alike.
     torch.manual_seed(settings.seed + world.rank)

@@ -28,6 +28,14 @@ class Precision(str, Enum):
     bf16 = "bf16"
 
 
+class Bf16Update(str, Enum):
+    """How a bf16 parameter takes an update, see asr/training/bf16_update.py."""
+
+    kahan = "kahan"
+    stochastic = "stochastic"
+    plain = "plain"
+
+
 class Resume(str, Enum):
     """auto: continue when `run_dir` holds checkpoints; true: insist on it; false: refuse such a folder."""
 
@@ -63,7 +71,7 @@ class TrainerSettings:
     max_epochs: int = 30
     max_steps: int | None = None
     accumulate: int = 1
-    clip_norm: float = 5.0
+    clip_norm: float | None = 5.0
     log_every: int = 10
     valid_every: int | None = None
     save_every: int | None = None
@@ -100,6 +108,7 @@ class DataSettings:
     noise: str | None = None
     noise_snr: list[float] = field(default_factory=lambda: [10.0, 20.0])
     noise_probability: float = 0.5
+    stored_features: str | None = None
     limit: int | None = None
 
 
@@ -110,6 +119,7 @@ class TrainSettings:
     name: str = "run"
     seed: int = 42
     precision: Precision = Precision.auto
+    bf16_update: Bf16Update = Bf16Update.kahan
     device: str = "auto"
     init_mode: InitMode | None = None
     run_dir: str | None = None
@@ -315,6 +325,11 @@ def _train_faults(settings: TrainSettings) -> list[str]:
     if trainer.save_every and trainer.save_every < trainer.average_period:
         faults.append(
             f"trainer.save_every={trainer.save_every}: must be at least trainer.average_period={trainer.average_period}"
+        )
+    if data.stored_features and (data.volume_range or data.noise):
+        faults.append(
+            f"data.stored_features={data.stored_features}: features can be stored only where data.volume_range and "
+            "data.noise, which change them in every epoch, are null"
         )
     if data.corpus.get("train", "found by the recipe") is None:
         faults.append("data.train: give your training data, as in data=custom data.train=my.tsv")

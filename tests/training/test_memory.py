@@ -1,0 +1,35 @@
+import subprocess
+import sys
+
+import pytest
+
+FAULTS = """
+import resource, torch
+from asr.training.memory import keep_freed_memory
+torch.set_num_threads(1)
+kept = keep_freed_memory() if {keep} else None
+def use():
+    return [torch.ones(3_000_000) for _ in range(4)]
+for _ in range(5):  # the heap grows to its size
+    use()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(5):
+    use()
+print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def page_faults(keep):
+    code = FAULTS.format(keep=keep)
+    kept, faults = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    return kept, int(faults)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc is what is told")
+def test_freed_memory_is_used_again():
+    kept, faults = page_faults(True)
+    if kept != "True":
+        pytest.skip("this C library has no mallopt")
+    assert faults < 0.1 * page_faults(False)[1]
