@@ -12,6 +12,7 @@ import hydra
 
 from asr.command import report_errors
 from asr.config import DecodeSettings, check, check_overrides
+from asr.targets import nearest
 
 if TYPE_CHECKING:  # see train.py
     from omegaconf import DictConfig
@@ -24,6 +25,10 @@ log = logging.getLogger("decode")
 
 # Options of other toolkits' decode scripts are taken as they are typed there.
 FLAGS = {"run_dir", "epoch", "iter", "avg", "use_averaged_model", "method", "precision", "device", "select"}
+HYDRA_FLAGS = {
+    "help", "hydra_help", "version", "cfg", "resolve", "package", "run", "multirun", "shell_completion", "config_path",
+    "config_name", "config_dir", "experimental_rerun", "info",
+}  # fmt: skip
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="decode")
@@ -140,6 +145,9 @@ def flags_to_overrides(arguments: list[str]) -> list[str]:
             value = next(waiting, "")
             if not value or value.startswith("--"):
                 sys.exit(f"error: {flag}: give a value, as in {flag} VALUE")
+        elif key and key not in FLAGS | HYDRA_FLAGS:
+            known = [f"--{name.replace('_', '-')}" for name in FLAGS]
+            sys.exit(f"error: {flag}: no such option{nearest(flag, known)}")
         if argument.startswith(("search.", "encoder.")):
             argument = f"++{argument}"  # which options there are depends on the method and on the run
         turned.append(f"{key}={value}" if key in FLAGS else argument)

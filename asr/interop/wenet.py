@@ -25,7 +25,7 @@ from asr.text.table import read_tokens
 # What the file may hold beside parameters: tables of positions, counters, and what goes elsewhere or nowhere.
 WITHOUT_USE = (".pe", ".num_batches_tracked", ".linear_k.bias", "global_cmvn.mean", "global_cmvn.istd")
 # The one value of a setting that is understood here, by section; it is also WeNet's default.
-UNDERSTOOD = {
+UNDERSTOOD: dict[str, dict[str, Any]] = {
     "encoder_conf": {
         "input_layer": "conv2d", "pos_enc_layer_type": "rel_pos", "selfattention_layer_type": "rel_selfattn",
         "normalize_before": True, "activation_type": "swish", "macaron_style": True, "use_cnn_module": True,

@@ -113,6 +113,7 @@ def test_avg_auto_tells_what_it_tried_and_takes_the_best_on_dev(trained):
         (["avg=many"], "avg='many': a whole number from 1, or auto"),
         (["--avg"], "--avg: give a value, as in --avg VALUE"),
         (["--avg", "--epoch", "3"], "--avg: give a value"),
+        (["--epcoh", "3"], "--epcoh: no such option; did you mean --epoch?"),
         (["epoch=3", "iter=3"], "iter=3: give epoch or iter, not both"),
         (["method=beam"], "this run's head offers ctc_greedy_search, ctc_prefix_beam_search"),
         (["data.sets=[tset]"], "['tset'] not prepared; there are"),
