@@ -37,8 +37,9 @@ def tree(tmp_path):
 def test_the_experiment_runs_from_preparing_to_rates(precision, tmp_path, tree):
     run = tmp_path / "run"
     # One utterance at three speeds: two batches, so one step.
-    short = ["trainer.max_epochs=1", "trainer.initial_grad_scale=16"]  # the usual one may overflow the only step
-    done = command("train.py", f"+experiment=aishell_{precision}", *SMALL, *tree, *short, f"run_dir={run}", cwd=tmp_path)
+    # The usual scale may overflow the only step.
+    short = ["trainer.max_epochs=1", "trainer.initial_grad_scale=16", f"run_dir={run}"]
+    done = command("train.py", f"+experiment=aishell_{precision}", *SMALL, *tree, *short, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     record = read_json(run / "train.json")
     assert record["status"] == "finished" and record["precision"] == precision
