@@ -140,10 +140,7 @@ def train(settings: TrainSettings, run_dir: Path, world: World, device: Any) -> 
             progress = trainer.fit()
     finally:
         monitor.close()
-    best = progress.best()
-    if best:
-        log.info("dev WER %.2f%% after the last epoch, best %.2f%% in epoch %d",
-                 progress.valid[-1]["wer"] or float("nan"), best["wer"], best["epoch"])  # fmt: skip
+    log.info("%s", progress.outcome())
     log.info("decode with: python decode.py run_dir=%s avg=%d", run_dir, max(1, min(5, progress.epoch - 1)))
 
 
