@@ -94,7 +94,7 @@ class RelativeSelfAttention(nn.Module):
         if late != 1.0:
             scores = scores * late
 
-        weights = self.dropout(_masked_softmax(scores, mask).to(value.dtype))
+        weights = self.dropout(masked_softmax(scores, mask).to(value.dtype))
         context = (weights @ value).permute(1, 2, 0, 3).flatten(2)
         return self.output(context).masked_fill(~mask.any(-1, keepdim=True), 0.0)
 
@@ -103,7 +103,7 @@ class RelativeSelfAttention(nn.Module):
         return x.unflatten(-1, (self.num_heads, self.head_dim)).permute(2, 0, 1, 3)
 
 
-def _masked_softmax(scores: Tensor, mask: Tensor) -> Tensor:
+def masked_softmax(scores: Tensor, mask: Tensor) -> Tensor:
     """fp32 softmax over the last axis with weight 0 where the mask is False, and finite on a row that has no True.
 
     The mask is added, and in place: these are the largest tensors of the model, and each pass over them counts.

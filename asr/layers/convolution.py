@@ -36,7 +36,7 @@ class ConvolutionModule(nn.Module):
     def forward(self, frames_BTD: Tensor, mask_BT: Tensor) -> Tensor:
         """(B, T, D) of frames (B, T, D); padding, masked out before the kernel passes over it, must be finite."""
         x = zero_padding(F.glu(self.pointwise_in(frames_BTD), dim=-1), mask_BT)
-        x = self._convolve(x)
+        x = convolve_depthwise(x, self.depthwise)
         return self.dropout(self.pointwise_out(F.silu(self._normalise(x, mask_BT))))
 
     def _normalise(self, x: Tensor, mask_BT: Tensor) -> Tensor:
@@ -45,11 +45,13 @@ class ConvolutionModule(nn.Module):
         # CPU autocast would normalise in the type it is given.
         return self.norm(x.to(self.norm.weight.dtype))
 
-    def _convolve(self, x: Tensor) -> Tensor:
-        # Seen as an image of height 1, (B, T, D) already lies channels-last in memory. PyTorch then reads it in place,
-        # where conv1d would transpose it: 4 to 8 times faster on a CPU.
-        image = x.transpose(1, 2).unsqueeze(2)
-        weight = self.depthwise.weight.unsqueeze(2)
-        padding = (0, self.depthwise.kernel_size[0] // 2)
-        image = F.conv2d(image, weight, self.depthwise.bias, padding=padding, groups=self.depthwise.groups)
-        return image.squeeze(2).transpose(1, 2)
+
+def convolve_depthwise(frames_BTD: Tensor, convolution: nn.Conv1d) -> Tensor:
+    """The depthwise convolution over time of frames (B, T, D), with as many frames as before."""
+    # Seen as an image of height 1, (B, T, D) already lies channels-last in memory. PyTorch then reads it in place,
+    # where conv1d would transpose it: 4 to 8 times faster on a CPU.
+    image = frames_BTD.transpose(1, 2).unsqueeze(2)
+    weight = convolution.weight.unsqueeze(2)
+    padding = (0, convolution.kernel_size[0] // 2)
+    image = F.conv2d(image, weight, convolution.bias, padding=padding, groups=convolution.groups)
+    return image.squeeze(2).transpose(1, 2)
