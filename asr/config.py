@@ -158,6 +158,7 @@ class DecodeSettings:
     select: CheckpointChoice = CheckpointChoice.last
     method: str | None = None
     search: dict[str, Any] = field(default_factory=dict)
+    encoder: dict[str, Any] = field(default_factory=dict)
     precision: Precision = Precision.fp32
     device: str = "auto"
     data: DecodeDataSettings = field(default_factory=DecodeDataSettings)
