@@ -334,13 +334,13 @@ def _search_faults(settings: TrainSettings) -> list[str]:
     name = str(settings.search.get("_target_", "")).rpartition(".")[2]
     if foreign_targets("head", settings.head):
         return []
-    searches = _searches_of(settings.head)
+    searches = searches_of(settings.head)
     if not searches or name in searches:
         return []
     return [f"search={name}: head {settings.head['_target_']} offers {', '.join(searches)}"]
 
 
-def _searches_of(head: dict[str, Any]) -> tuple[str, ...]:
+def searches_of(head: dict[str, Any]) -> tuple[str, ...]:
     """Names of the searches of a head's section and of the heads inside it."""
     try:
         searches = tuple(getattr(locate(str(head.get("_target_"))), "searches", ()))
@@ -348,7 +348,7 @@ def _searches_of(head: dict[str, Any]) -> tuple[str, ...]:
         return ()
     inside = head.get("heads")
     return searches + tuple(
-        name for part in (inside.values() if isinstance(inside, dict) else ()) for name in _searches_of(part)
+        name for part in (inside.values() if isinstance(inside, dict) else ()) for name in searches_of(part)
     )
 
 

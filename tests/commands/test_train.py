@@ -103,6 +103,7 @@ def test_every_precision_trains_and_decodes_on_a_cpu(mode, tmp_path, digits, tra
     expected = torch.bfloat16 if mode == "bf16" else torch.float32
     state = torch.load(run / "checkpoints" / "step-2.pt", weights_only=True)
     assert state["model"]["head.output.weight"].dtype is expected
+    assert ("rest" in state["optimizer"]["state"][0]) == (mode == "bf16"), "bf16 weights keep what rounding cuts off"
     done = command("decode.py", f"run_dir={run}", "avg=1", "data.num_workers=0", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert read_json(next(run.glob("decode/test-*/result.json")))["num_utterances"] == 5
