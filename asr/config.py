@@ -83,6 +83,7 @@ class TrainerSettings:
     num_threads: int | None = None
     progress: bool = True
     pictures: bool = True
+    scan_memory: bool | None = None
     profile: bool = False
     detect_anomaly: bool = False
 
