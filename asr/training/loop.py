@@ -20,6 +20,7 @@ from asr.scoring.files import format_rate
 from asr.training.averaging import RunningAverage
 from asr.training.checkpoint import CheckpointFolder, generator_states, restore_generators
 from asr.training.distributed import World, average_buffers, gather
+from asr.training.doctor_report import Checkups
 from asr.training.mfu import counting_flops
 from asr.training.monitor import Monitor, SkippedItems, clock, part_figures, peak_memory_bytes
 from asr.training.precision import NumericsError, PrecisionMode
@@ -121,6 +122,7 @@ class Trainer:
         self.average = RunningAverage(model, settings.average_period)
         self.progress = Progress()
         self.skipped_items = SkippedItems()
+        self.checkups = Checkups(settings.doctor_every, precision, monitor, world)
 
     def fit(self) -> Progress:
         """Train to the last epoch or step. Raises NumericsError when non-finite steps do not end."""
@@ -183,6 +185,7 @@ class Trainer:
             progress.skipped_steps += 1
             progress.skipped_in_a_row += 1
         self.monitor.step(progress.step, progress.epoch, result, lr, self.precision.scale)
+        self.checkups.after_step(self.model, group, progress.step, progress.skipped_in_a_row)
         if self.precision.collapsed or progress.skipped_in_a_row >= self.settings.max_skipped:
             raise NumericsError(self._why_stopped())
 
@@ -206,10 +209,11 @@ class Trainer:
             "amp_fp16": "precision=amp_bf16 or fp32, or a lower optim.lr",
             "fp32": "a lower optim.lr, a smaller trainer.clip_norm, and the utterances named above",
         }.get(mode, "precision=fp32, or a lower optim.lr")
+        culprit = f"The first number that was not finite: {self.checkups.culprit}. " if self.checkups.culprit else ""
         return (
             f"training stopped at step {self.progress.step} under precision={mode}: "
             f"{self.progress.skipped_in_a_row} steps in a row were not finite (loss scale {self.precision.scale:g}). "
-            f"Last good checkpoint: {good or 'none yet'}; its weights are untouched. Try {remedy}."
+            f"{culprit}Last good checkpoint: {good or 'none yet'}; its weights are untouched. Try {remedy}."
         )
 
     def _end_epoch(self) -> None:
