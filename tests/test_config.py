@@ -17,7 +17,12 @@ CONF = ROOT / "conf"
 GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir())
 ADDED = ("experiment", "debug")
 # What must be given with a choice, as its own comment says.
-NEEDED = {"data=custom": ["data.train=my.tsv"]}
+NEEDED = {
+    "data=custom": ["data.train=my.tsv"],
+    "head=transducer": ["search=greedy_search"],
+    "search=greedy_search": ["head=transducer"],
+    "search=modified_beam_search": ["head=transducer"],
+}
 
 
 def choices(group: str) -> list[str]:
