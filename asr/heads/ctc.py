@@ -56,7 +56,7 @@ class CTC(Head):
         return F.log_softmax(self.output(self.dropout(encoded.frames)).float(), dim=-1)
 
     def loss_parts(self, encoded: Encoded, tokens_BU: Tensor, token_lens_B: Tensor) -> dict[str, Tensor]:
-        """Parts "ctc" and, for two views, "consistency". Raises ValueError where a transcript holds blank or a wrong id."""
+        """Parts "ctc" and, of two views, "consistency". Raises ValueError for blank or an unknown id in a text."""
         check_tokens(tokens_BU, token_lens_B, self.vocab_size, self.blank_id)
         feasible = self.feasible(encoded.lens, tokens_BU, token_lens_B)
         # What is infeasible runs as an all-blank utterance of one frame, whose loss and gradient are finite.

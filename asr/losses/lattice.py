@@ -1,8 +1,8 @@
 """Sums over all alignments of a transducer lattice, with exact occupation probabilities.
 
 A lattice has a node (u, t) for u tokens emitted and t frames consumed. An alignment goes from (0, 0) to the utterance's
-own (U_b, T_b); from (u, t) it takes a blank to (u, t + 1), or emits token u. In the regular topology (Graves, 2012)
-that leads to (u + 1, t), so that a frame may emit several tokens; in the modified one to (u + 1, t + 1), so one at most.
+own (U_b, T_b); from (u, t) it takes a blank to (u, t + 1), or emits token u. In the regular topology (Graves, 2012) an
+emission leads to (u + 1, t), and a frame may emit several tokens; in the modified one to (u + 1, t + 1): one at most.
 
 Legend: emit_BUT (B, U, T) and blank_BUT (B, U + 1, T) are the log-probabilities of the arcs that leave node (u, t).
 """
@@ -66,11 +66,14 @@ def alignment_shares(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `sum_alignments` computes, without a graph."""
     dtype, num_frames = emit_BUT.dtype, blank_BUT.size(2)
+    emit_lens_B = frame_lens_B
     if topology == "modified":
-        # In the coordinates (u, t - u) an emission stays in its column: this is the regular lattice.
+        # In the coordinates (u, t - u) an emission stays in its column: this is the regular lattice, but for emissions
+        # in the column after the last blank.
         emit_BUT, blank_BUT = _slide(emit_BUT, -1, num_frames), _slide(blank_BUT, -1, num_frames)
-        frame_lens_B = (frame_lens_B - token_lens_B).clamp(min=0)
-    emit, blank = _with_corridor(emit_BUT, blank_BUT, token_lens_B, frame_lens_B)
+        frame_lens_B = frame_lens_B - token_lens_B
+        emit_lens_B = frame_lens_B + 1
+    emit, blank = _with_corridor(emit_BUT, blank_BUT, token_lens_B, frame_lens_B, emit_lens_B)
     forward, backward = _node_sums(emit, blank)
     total_B = forward[:, -1, -1]
     shift = total_B[:, None, None]
@@ -83,7 +86,7 @@ def alignment_shares(
 
 
 def _with_corridor(
-    emit_BUT: Tensor, blank_BUT: Tensor, token_lens_B: Tensor, frame_lens_B: Tensor
+    emit_BUT: Tensor, blank_BUT: Tensor, token_lens_B: Tensor, frame_lens_B: Tensor, emit_lens_B: Tensor
 ) -> tuple[Tensor, Tensor]:
     """fp64 arcs (B, U, T + 1) and (B, U + 1, T) of lattices that all end in the corner (U, T).
 
@@ -92,12 +95,12 @@ def _with_corridor(
     """
     num_tokens, num_frames = emit_BUT.shape[1:]
     row_U = torch.arange(num_tokens + 1, device=emit_BUT.device)
-    valid_BT = length_mask(frame_lens_B, num_frames)
+    valid_BT, emits_BT = length_mask(frame_lens_B, num_frames), length_mask(emit_lens_B, num_frames)
     last_row_BU = row_U == token_lens_B[:, None]
     inside_BU = row_U <= token_lens_B[:, None]
     blank = torch.where(inside_BU[:, :, None] & valid_BT[:, None], blank_BUT.double(), NEVER)
     blank.masked_fill_(last_row_BU[:, :, None] & ~valid_BT[:, None], 0.0)
-    emit = torch.where((inside_BU & ~last_row_BU)[:, :-1, None] & valid_BT[:, None], emit_BUT.double(), NEVER)
+    emit = torch.where((inside_BU & ~last_row_BU)[:, :-1, None] & emits_BT[:, None], emit_BUT.double(), NEVER)
     way_down_BU = torch.where(row_U < token_lens_B[:, None], NEVER, 0.0)[:, :-1].double()
     return torch.cat([emit, way_down_BU[:, :, None]], dim=2), blank
 
