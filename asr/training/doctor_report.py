@@ -153,22 +153,28 @@ def as_records(readings: list[Reading], lost: dict[str, float]) -> dict[str, Any
 
 def picture(readings: list[Reading]) -> Figure:
     """Magnitudes of outputs, attention scores and gradients in the order of computing, with the range of fp16."""
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    figure = Figure(figsize=(11, 5.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    places = {name: place for place, name in enumerate(dict.fromkeys(reading.module for reading in readings))}
+    modules = dict.fromkeys(reading.module for reading in readings if reading.operation == "output")
+    places = {name: place for place, name in enumerate(modules)}
+
+    def place(reading: Reading) -> int:
+        """That of its module; of a parameter's gradient that of the module which owns it."""
+        return places.get(reading.module, places.get(reading.module.rpartition(".")[0], 0))
+
     kinds = {"output": "o", BEFORE: "^", AFTER: "v", "gradient": "."}
     for operation, marker in kinds.items():
         chosen = [r for r in readings if r.operation == operation and 0 < r.largest < math.inf]
-        axes.plot(
-            [places[r.module] for r in chosen], [r.largest for r in chosen], marker, markersize=4, label=operation
-        )
+        points = [place(reading) for reading in chosen], [reading.largest for reading in chosen]
+        axes.plot(*points, marker, markersize=4, label=operation)
     for limit, text in ((FP16_MAX, "largest of fp16"), (FP16_MIN, "smallest of fp16")):
         axes.axhline(limit, color="grey", linewidth=0.8, linestyle="--")
         axes.annotate(text, (0.0, limit), fontsize=8, color="grey", xytext=(2, 2), textcoords="offset points")
     axes.set_yscale("log")
+    axes.margins(y=0.12)
     shown = list(places)[:: max(1, len(places) // 30)]
     axes.set_xticks([places[name] for name in shown], shown, rotation=75, ha="right", fontsize=6)
     axes.set_ylabel("largest magnitude in fp32")
-    axes.legend(fontsize=8, ncols=4)
+    axes.legend(fontsize=8, ncols=4, loc="upper right", bbox_to_anchor=(1, 1.12))
     return figure
