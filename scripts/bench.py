@@ -2,6 +2,7 @@
 
 python scripts/bench.py train-step --encoder conformer_s --head ctc --precision amp_bf16 [key=value ...]
 python scripts/bench.py features --batch 16 --seconds 10
+python scripts/bench.py attention --batch 16 --frames 400 --heads 4 --head-dim 64
 python scripts/bench.py loader [+experiment=NAME] [key=value ...]
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -272,7 +274,67 @@ def bench_loader(arguments: argparse.Namespace, overrides: list[str]) -> None:
     print(f"\nThe loader is {load_rate / step_rate:.1f} times as fast as the step over {len(kept) - 1} batches.")
 
 
+def attention_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--batch", type=int, default=16, help="utterances")
+    parser.add_argument("--frames", type=int, default=400, help="of the longest one; the shortest has half of them")
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=7, help="of each variant, by turns; the best counts")
+    parser.add_argument("--threads", type=int, help="of PyTorch")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--only", metavar="VARIANT", help="measure one, in this process")
+
+
+def bench_attention(arguments: argparse.Namespace, overrides: list[str]) -> None:
+    """Forward and backward of relative-position attention: ours, scaled_dot_product_attention, the eager formula."""
+    import torch
+
+    from asr.layers.attention import RelativeSelfAttention
+    from asr.layers.masks import length_mask
+    from asr.layers.positional import RelativePositionalEncoding
+    from asr.training.monitor import peak_memory_bytes
+    from scripts.attention_variants import VARIANTS
+
+    device = prepared_device(arguments)
+    torch.manual_seed(0)
+    dim = arguments.heads * arguments.head_dim
+    frames = torch.randn(arguments.batch, arguments.frames, dim, device=device, requires_grad=True)
+    lens = torch.linspace(arguments.frames // 2, arguments.frames, arguments.batch, device=device).long()
+    mask = length_mask(lens, arguments.frames).unsqueeze(1)
+    table = RelativePositionalEncoding(dim)
+    places = (
+        table.of_distances(arguments.frames, arguments.frames, frames),
+        table.of_positions(0, arguments.frames, frames),
+    )
+
+    def work(name: str) -> None:
+        variant, shift = VARIANTS[name]
+        torch.manual_seed(0)
+        attention = RelativeSelfAttention(dim, arguments.heads, shift=shift).to(device)
+        variant(attention, frames, *places, mask).sum().backward()
+
+    if arguments.only:
+        before = peak_memory_bytes()
+        work(arguments.only)
+        print((peak_memory_bytes() - before) / 2**20)
+        return
+    megabytes = {}
+    for name in VARIANTS:  # first, while this process is small: Linux counts what a parent held as its child's peak
+        words = [sys.executable, __file__, "attention", *sys.argv[2:], "--only", name]
+        megabytes[name] = float(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+    seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    for _ in range(arguments.repeats + 1):
+        for name in VARIANTS:  # by turns, so that what else the machine does meets all of them
+            started = now(device)
+            work(name)
+            seconds[name].append(now(device) - started)
+    print("| attention | forward and backward, s | peak memory, MB |\n|---|---|---|")
+    for name, measured in seconds.items():
+        print(f"| {name} | {min(measured[1:]):.4f} | {megabytes[name]:.0f} |")
+
+
 COMMANDS: dict[str, tuple[Callable[..., None], Callable[[argparse.ArgumentParser], None]]] = {
+    "attention": (bench_attention, attention_options),
     "features": (bench_features, features_options),
     "loader": (bench_loader, loader_options),
     "train-step": (bench_train_step, train_step_options),

@@ -1,8 +1,13 @@
 import json
 
 import pytest
+import torch
 
-from tests.commands.tiny import command
+from asr.layers.attention import RelativeSelfAttention
+from asr.layers.masks import length_mask
+from asr.layers.positional import RelativePositionalEncoding
+from scripts.attention_variants import VARIANTS
+from tests.commands.tiny import command, python
 
 SMALL = ["encoder.num_layers=1", "encoder.output_dim=32", "encoder.feed_forward_dim=32", "encoder.num_heads=2",
          "encoder.subsampling_channels=4"]  # fmt: skip
@@ -40,6 +45,37 @@ def test_a_compiled_encoder(tmp_path):
     told = bench("train-step", "--encoder", "conformer_xs", "--batch", "2", "--seconds", "1", "--tokens", "3",
                  "--repeats", "1", "--compile", *SMALL, cwd=tmp_path)  # fmt: skip
     assert told["compile"] and told["step_s"] > 0
+
+
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_every_form_of_attention_that_is_measured_is_the_same_attention(name):
+    torch.manual_seed(0)
+    variant, shift = VARIANTS[name]
+    attention = RelativeSelfAttention(8, 2, shift=shift)
+    for bias in (attention.content_bias, attention.position_bias):
+        torch.nn.init.normal_(bias)
+    x, mask = torch.randn(2, 7, 8), length_mask(torch.tensor([7, 4]), 7).unsqueeze(1)
+    table = RelativePositionalEncoding(8)
+    places = table.of_distances(7, 7, x), table.of_positions(0, 7, x)
+    expected = attention(x, places[0] if shift else places[1], mask)
+    torch.testing.assert_close(variant(attention, x, *places, mask), expected, atol=1e-5, rtol=1e-5)
+
+
+ATTENTION = ["--batch", "2", "--frames", "20", "--heads", "2", "--head-dim", "4", "--repeats", "2"]
+
+
+def test_the_memory_of_one_form_of_attention(tmp_path):
+    assert bench("attention", "--only", "sdpa", *ATTENTION, cwd=tmp_path) >= 0
+
+
+@pytest.mark.slow
+def test_attention_is_measured_in_every_form(tmp_path):
+    sizes = [*ATTENTION, "--threads", "1"]
+    done = python("scripts/bench.py", "attention", *sizes, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()[2:]]
+    assert [row[0] for row in rows] == list(VARIANTS)
+    assert all(float(seconds) > 0 and float(megabytes) >= 0 for _, seconds, megabytes in rows)
 
 
 def test_what_cannot_be_measured_is_told(tmp_path):
