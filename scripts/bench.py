@@ -1,6 +1,8 @@
 """Speed and memory, measured. Each subcommand prints its figures; all but `loader` need no data.
 
 python scripts/bench.py train-step --encoder conformer_s --head ctc --precision amp_bf16 [key=value ...]
+python scripts/bench.py loss --batch 8 --tokens 40 --vocab 500
+python scripts/bench.py search --head transducer --batch 8
 python scripts/bench.py features --batch 16 --seconds 10
 python scripts/bench.py loader [+experiment=NAME] [key=value ...]
 """
@@ -200,6 +202,87 @@ def bench_train_step(arguments: argparse.Namespace, overrides: list[str]) -> Non
     tell({"bench": "train-step", **given, **how, "parameters": parameters, **shapes, **medians}, device)
 
 
+def lattice_options(parser: argparse.ArgumentParser) -> None:
+    common_options(parser, batch=8)
+    parser.add_argument("--frame-rate", type=float, default=25.0, help="encoder frames a second")
+    parser.add_argument("--vocab", type=int, default=500)
+
+
+def loss_options(parser: argparse.ArgumentParser) -> None:
+    lattice_options(parser)
+    parser.add_argument("--tokens", type=int, default=40, help="of each utterance")
+    parser.add_argument("--prune-range", type=int, default=5)
+
+
+def bench_loss(arguments: argparse.Namespace, overrides: list[str]) -> None:
+    """Forward and backward of the pruned transducer losses, and of torchaudio's over the full lattice.
+
+    The joiner is tanh of a sum, part of both. Memory is what the process holds at most beyond its inputs.
+    """
+    import torch
+
+    from asr.losses.full_rnnt import full_loss
+    from asr.losses.pruned_rnnt import Transcripts, keep_rows, pruned_loss, pruning_ranges, simple_loss
+    from asr.training.monitor import peak_memory_bytes
+
+    device = prepared_device(arguments)
+    torch.manual_seed(0)
+    size, frames, rows = arguments.batch, round(arguments.seconds * arguments.frame_rate), arguments.tokens + 1
+    am, lm = (torch.randn(size, n, arguments.vocab, device=device, requires_grad=True) for n in (frames, rows))
+    tokens = torch.randint(1, arguments.vocab, (size, arguments.tokens), device=device)
+    lens = (torch.full((size,), n, device=device) for n in (arguments.tokens, frames))
+    transcripts = Transcripts(tokens, *lens, blank_id=0)
+
+    def pruned() -> None:
+        simple_B, *shares = simple_loss(am, lm, transcripts, lm_scale=0.25)
+        ranges = pruning_ranges(*shares, transcripts, arguments.prune_range)
+        logits_BTRV = torch.tanh(am[:, :, None] + keep_rows(lm, ranges))
+        (simple_B + pruned_loss(logits_BTRV, transcripts, ranges)).sum().backward()
+
+    def full() -> None:
+        full_loss(torch.tanh(am[:, :, None] + lm[:, None]), transcripts).sum().backward()
+
+    held = peak_memory_bytes()
+    figures: dict[str, Any] = {"bench": "loss", "frames": list(am.shape), "tokens": list(tokens.shape)}
+    figures["prune_range"] = arguments.prune_range
+    for name, work in {"pruned": pruned, "full": full}.items():  # the smaller first: a peak only rises
+        figures[f"{name}_s"] = median_seconds(work, arguments.repeats, device)
+        figures[f"{name}_memory_mb"] = (peak_memory_bytes() - held) / 2**20
+    figures["times_faster"] = figures["full_s"] / figures["pruned_s"]
+    tell(figures, device)
+
+
+def search_options(parser: argparse.ArgumentParser) -> None:
+    lattice_options(parser)
+    parser.add_argument("--head", default="transducer")
+    parser.add_argument("--encoder-dim", type=int, default=256, help="width of the encoder's frames")
+
+
+def bench_search(arguments: argparse.Namespace, overrides: list[str]) -> None:
+    """Seconds of every search of a head with random weights over random frames, where nearly every frame emits."""
+    import torch
+
+    from asr import build
+    from asr.targets import accepted, locate
+    from asr.types import Encoded
+
+    settings = composed([f"head={arguments.head}", *search_override(arguments.head), *overrides])
+    device = prepared_device(arguments)
+    torch.manual_seed(0)
+    given = {"input_dim": arguments.encoder_dim, "vocab_size": arguments.vocab, "blank_id": 0, "sos_eos_id": 1}
+    head = build.make(settings.head, **accepted(locate(settings.head["_target_"]), given)).to(device).eval()
+    size, frames = arguments.batch, round(arguments.seconds * arguments.frame_rate)
+    lens = torch.full((size,), frames, device=device)
+    encoded = Encoded(torch.randn(size, frames, arguments.encoder_dim, device=device), lens)
+    figures: dict[str, Any] = {"bench": "search", "head": arguments.head, "frames": list(encoded.frames.shape)}
+    figures["vocab"] = arguments.vocab
+    for name in head.searches:
+        search = build.build_search(build.search_settings(name, {}))
+        figures[f"{name}_s"] = median_seconds(lambda search=search: search(head, encoded), arguments.repeats, device)
+        figures[f"{name}_tokens"] = sum(len(hypothesis.tokens) for hypothesis in search(head, encoded))
+    tell(figures, device)
+
+
 def features_options(parser: argparse.ArgumentParser) -> None:
     common_options(parser, batch=16)
 
@@ -275,6 +358,8 @@ def bench_loader(arguments: argparse.Namespace, overrides: list[str]) -> None:
 COMMANDS: dict[str, tuple[Callable[..., None], Callable[[argparse.ArgumentParser], None]]] = {
     "features": (bench_features, features_options),
     "loader": (bench_loader, loader_options),
+    "loss": (bench_loss, loss_options),
+    "search": (bench_search, search_options),
     "train-step": (bench_train_step, train_step_options),
 }
 

@@ -267,5 +267,6 @@ def test_blank_in_a_transcript_is_refused(head):
         head.loss(encoded, tokens, token_lens)
 
 
-def test_searches_are_named(head):
-    assert head.searches and all(isinstance(name, str) for name in head.searches)
+def test_searches_are_named_and_stand_in_conf(head):
+    assert head.searches and all((CONF / "search" / f"{name}.yaml").is_file() for name in head.searches)
+    assert all(head.part_for(name) is not None for name in head.searches)

@@ -35,6 +35,25 @@ def test_features(tmp_path):
     assert told["fbank_audio_s_per_s"] == pytest.approx(6 / told["fbank_s"], rel=0.05)
 
 
+def test_losses(tmp_path):
+    told = bench("loss", "--batch", "2", "--seconds", "2", "--tokens", "20", "--vocab", "100", "--repeats", "3",
+                 cwd=tmp_path)  # fmt: skip
+    assert told["frames"] == [2, 50, 100] and told["tokens"] == [2, 20] and told["prune_range"] == 5
+    assert told["times_faster"] == pytest.approx(told["full_s"] / told["pruned_s"], rel=0.01)
+    assert 0 <= told["pruned_memory_mb"] <= told["full_memory_mb"]
+
+
+@pytest.mark.parametrize("head", ["transducer", "transducer_ctc"])
+def test_searches(tmp_path, head):
+    told = bench("search", "--head", head, "--batch", "2", "--seconds", "1", "--encoder-dim", "16", "--vocab", "30",
+                 "--repeats", "1", cwd=tmp_path)  # fmt: skip
+    assert told["frames"] == [2, 25, 16]
+    names = ["greedy_search", "modified_beam_search"]
+    names += ["ctc_greedy_search", "ctc_prefix_beam_search"] if head == "transducer_ctc" else []
+    assert {key[:-2] for key in told if key.endswith("search_s")} == set(names)
+    assert all(told[f"{name}_s"] > 0 and told[f"{name}_tokens"] >= 0 for name in names)
+
+
 @pytest.mark.slow
 def test_a_compiled_encoder(tmp_path):
     told = bench("train-step", "--encoder", "conformer_xs", "--batch", "2", "--seconds", "1", "--tokens", "3",
