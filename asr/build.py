@@ -32,6 +32,7 @@ from asr.data.filters import count_reasons, duration_rules, feasibility_rule, fi
 from asr.data.loader import Loader
 from asr.data.packed import PackedCuts
 from asr.data.report import add_tokenizer_section, format_summary, read_report, write_report
+from asr.data.store import FeatureStore
 from asr.features.normalise import FeatureNorm
 from asr.layers.init import initialise
 from asr.model import AsrModel
@@ -190,8 +191,10 @@ def build_train_data(
         low, high = data.noise_snr
         augments.append(NoiseMixer(noise_cuts(data.noise), low, high, data.noise_probability))
 
+    store = feature_store(settings)
+
     def loader(of: PackedCuts, seed: int, cut_augments: tuple[Any, ...], training: bool) -> Loader:
-        dataset = SpeechDataset(fbank, fbank.output_dim, tokenizer, seed, cut_augments)
+        dataset = SpeechDataset(fbank, fbank.output_dim, tokenizer, seed, cut_augments, store)
         return Loader(
             of, dataset, data.max_duration, data.num_buckets, data.num_workers,
             shuffle=training, seed=seed, rank=world.rank, world_size=world.size, pin_memory=gpu,
@@ -202,9 +205,19 @@ def build_train_data(
     return TrainData(loader(kept, settings.seed, tuple(augments), True), loader(dev, 0, (), False), len(kept), filtered)
 
 
-def settings_of_run(checkpoint: dict[str, Any]) -> TrainSettings:
-    """The settings a checkpoint was trained with."""
-    return check(OmegaConf.create(checkpoint["config"]))
+def feature_store(settings: TrainSettings) -> FeatureStore | None:
+    """Where this run's features are kept, if anywhere: a folder for each state of the data and kind of features."""
+    if not settings.data.stored_features:
+        return None
+    identity = json.dumps([data_fingerprint(settings), settings.features["fbank"]], sort_keys=True)
+    stamp = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    return FeatureStore(Path(settings.data.stored_features) / stamp)
+
+
+def settings_of_run(checkpoint: dict[str, Any], encoder: dict[str, Any] | None = None) -> TrainSettings:
+    """The settings a checkpoint was trained with, with changes to the encoder. Raises ConfigError for wrong ones."""
+    config = checkpoint["config"]
+    return check(OmegaConf.create({**config, "encoder": {**config["encoder"], **(encoder or {})}}))
 
 
 def sets_to_decode(settings: DecodeSettings, trained: TrainSettings) -> dict[str, list[Cut]]:

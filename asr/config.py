@@ -109,6 +109,7 @@ class DataSettings:
     noise: str | None = None
     noise_snr: list[float] = field(default_factory=lambda: [10.0, 20.0])
     noise_probability: float = 0.5
+    stored_features: str | None = None
     limit: int | None = None
 
 
@@ -158,6 +159,7 @@ class DecodeSettings:
     select: CheckpointChoice = CheckpointChoice.last
     method: str | None = None
     search: dict[str, Any] = field(default_factory=dict)
+    encoder: dict[str, Any] = field(default_factory=dict)
     precision: Precision = Precision.fp32
     device: str = "auto"
     data: DecodeDataSettings = field(default_factory=DecodeDataSettings)
@@ -326,6 +328,11 @@ def _train_faults(settings: TrainSettings) -> list[str]:
         faults.append(
             f"trainer.save_every={trainer.save_every}: must be at least trainer.average_period={trainer.average_period}"
         )
+    if data.stored_features and (data.volume_range or data.noise):
+        faults.append(
+            f"data.stored_features={data.stored_features}: features can be stored only where data.volume_range and "
+            "data.noise, which change them in every epoch, are null"
+        )
     if data.corpus.get("train", "found by the recipe") is None:
         faults.append("data.train: give your training data, as in data=custom data.train=my.tsv")
     return faults + _search_faults(settings) + _device_faults(settings.device)
@@ -342,15 +349,16 @@ def _search_faults(settings: TrainSettings) -> list[str]:
 
 
 def searches_of(head: dict[str, Any]) -> tuple[str, ...]:
-    """Names of the searches of a head's section and of the heads inside it."""
+    """Names of the searches of a head's section, of the heads inside it, and of these together."""
     try:
-        searches = tuple(getattr(locate(str(head.get("_target_"))), "searches", ()))
+        callee = locate(str(head.get("_target_")))
     except (ImportError, AttributeError, ValueError):
         return ()
     inside = head.get("heads")
-    return searches + tuple(
-        name for part in (inside.values() if isinstance(inside, dict) else ()) for name in searches_of(part)
-    )
+    inside = inside if isinstance(inside, dict) else {}
+    of_parts = [name for part in inside.values() for name in searches_of(part)]
+    together = [name for name, needed in getattr(callee, "combined", {}).items() if set(needed) <= set(inside)]
+    return (*getattr(callee, "searches", ()), *of_parts, *together)
 
 
 def _device_faults(device: str) -> list[str]:
