@@ -328,7 +328,7 @@ def bench_loader(arguments: argparse.Namespace, overrides: list[str]) -> None:
     settings = composed(overrides)
     world, device = connect(settings.device)
     splits = build.prepare_data(settings, world)
-    tokenizer = build.build_tokenizer(settings, build.load_cuts(splits["train"]))
+    tokenizer = build.build_tokenizer(settings, build.Manifest(splits["train"]))
     model = build.build_model(settings, tokenizer)
     loader = build.build_train_data(settings, splits, tokenizer, model, world, device.type == "cuda").train
     precision = PrecisionMode(resolve_precision(settings.precision.value, device), device)
