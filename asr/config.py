@@ -347,15 +347,16 @@ def _search_faults(settings: TrainSettings) -> list[str]:
 
 
 def _searches_of(head: dict[str, Any]) -> tuple[str, ...]:
-    """Names of the searches of a head's section and of the heads inside it."""
+    """Names of the searches of a head's section, of the heads inside it, and of these together."""
     try:
-        searches = tuple(getattr(locate(str(head.get("_target_"))), "searches", ()))
+        callee = locate(str(head.get("_target_")))
     except (ImportError, AttributeError, ValueError):
         return ()
     inside = head.get("heads")
-    return searches + tuple(
-        name for part in (inside.values() if isinstance(inside, dict) else ()) for name in _searches_of(part)
-    )
+    inside = inside if isinstance(inside, dict) else {}
+    of_parts = [name for part in inside.values() for name in _searches_of(part)]
+    together = [name for name, needed in getattr(callee, "combined", {}).items() if set(needed) <= set(inside)]
+    return (*getattr(callee, "searches", ()), *of_parts, *together)
 
 
 def _device_faults(device: str) -> list[str]:

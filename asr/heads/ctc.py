@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from asr.heads.head import Head
+from asr.heads.head import Head, check_tokens
 from asr.layers.dropout import Dropout
 from asr.layers.masks import length_mask
 from asr.types import Encoded
@@ -36,7 +36,7 @@ class CTC(Head):
 
     def loss_parts(self, encoded: Encoded, tokens_BU: Tensor, token_lens_B: Tensor) -> dict[str, Tensor]:
         """Raises ValueError where a transcript holds blank or an id outside the vocabulary."""
-        self._check_tokens(tokens_BU, token_lens_B)
+        check_tokens(tokens_BU, token_lens_B, self.vocab_size, self.blank_id)
         feasible = self.feasible(encoded.lens, tokens_BU, token_lens_B)
         # What is infeasible runs as an all-blank utterance of one frame, whose loss and gradient are finite.
         losses = F.ctc_loss(
@@ -59,15 +59,3 @@ class CTC(Head):
         """Frames that these tokens need: one each, one more between equal neighbours, at least one."""
         repeats = sum(left == right for left, right in pairwise(tokens))
         return max(1, len(tokens) + repeats)
-
-    def _check_tokens(self, tokens_BU: Tensor, token_lens_B: Tensor) -> None:
-        wrong = (tokens_BU == self.blank_id) | (tokens_BU < 0) | (tokens_BU >= self.vocab_size)
-        wrong &= length_mask(token_lens_B, tokens_BU.size(1))
-        if wrong.any():
-            row, column = wrong.nonzero()[0].tolist()
-            token = int(tokens_BU[row, column])
-            reason = "which is blank" if token == self.blank_id else f"outside the vocabulary of {self.vocab_size}"
-            raise ValueError(
-                f"token {column} of utterance {row} of the batch is {token}, {reason}; "
-                "encode transcripts with the tokenizer that the model was built with"
-            )

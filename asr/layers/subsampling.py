@@ -21,14 +21,14 @@ class ConvSubsampling(nn.Module):
     input_dim: mel bins F, at least 7. output_dim: width D. factor: 2 or 4. channels: of the convolutions.
     """
 
-    _MIN_FRAMES = 7
+    min_frames = 7
 
     def __init__(self, input_dim: int, output_dim: int, factor: int = 4, channels: int = 64):
         super().__init__()
         if factor not in FACTORS:
             raise ValueError(f"subsampling {factor} is none of {FACTORS}")
-        if input_dim < self._MIN_FRAMES:
-            raise ValueError(f"subsampling needs at least {self._MIN_FRAMES} mel bins, got {input_dim}")
+        if input_dim < self.min_frames:
+            raise ValueError(f"subsampling needs at least {self.min_frames} mel bins, got {input_dim}")
         self.factor = factor
         self.conv1 = nn.Conv2d(1, channels, 3, stride=2)
         self.conv2 = nn.Conv2d(channels, channels, 3, stride=factor // 2)
@@ -42,7 +42,7 @@ class ConvSubsampling(nn.Module):
 
     def forward(self, features_BTF: Tensor, lens_B: Tensor) -> tuple[Tensor, Tensor]:
         """Frames (B, T', D) and their lengths. T' is at least 1, so that later layers never meet an empty axis."""
-        features_BTF = F.pad(features_BTF, (0, 0, 0, max(0, self._MIN_FRAMES - features_BTF.size(1))))
+        features_BTF = F.pad(features_BTF, (0, 0, 0, max(0, self.min_frames - features_BTF.size(1))))
         # One mask suffices: what padding leads to has no valid output frame, it must only be finite for the gradients.
         features_BTF = zero_padding(features_BTF, length_mask(lens_B, features_BTF.size(1)))
         x = features_BTF.unsqueeze(1).contiguous(memory_format=torch.channels_last)
