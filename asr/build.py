@@ -212,9 +212,10 @@ def feature_store(settings: TrainSettings) -> FeatureStore | None:
     return FeatureStore(Path(settings.data.stored_features) / stamp)
 
 
-def settings_of_run(checkpoint: dict[str, Any]) -> TrainSettings:
-    """The settings a checkpoint was trained with."""
-    return check(OmegaConf.create(checkpoint["config"]))
+def settings_of_run(checkpoint: dict[str, Any], encoder: dict[str, Any] | None = None) -> TrainSettings:
+    """The settings a checkpoint was trained with, with changes to the encoder. Raises ConfigError for wrong ones."""
+    config = checkpoint["config"]
+    return check(OmegaConf.create({**config, "encoder": {**config["encoder"], **(encoder or {})}}))
 
 
 def sets_to_decode(settings: DecodeSettings, trained: TrainSettings) -> dict[str, list[Cut]]:

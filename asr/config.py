@@ -83,6 +83,7 @@ class TrainerSettings:
     num_threads: int | None = None
     progress: bool = True
     pictures: bool = True
+    scan_memory: bool | None = None
     profile: bool = False
     detect_anomaly: bool = False
 
@@ -158,6 +159,7 @@ class DecodeSettings:
     select: CheckpointChoice = CheckpointChoice.last
     method: str | None = None
     search: dict[str, Any] = field(default_factory=dict)
+    encoder: dict[str, Any] = field(default_factory=dict)
     precision: Precision = Precision.fp32
     device: str = "auto"
     data: DecodeDataSettings = field(default_factory=DecodeDataSettings)
@@ -340,13 +342,13 @@ def _search_faults(settings: TrainSettings) -> list[str]:
     name = str(settings.search.get("_target_", "")).rpartition(".")[2]
     if foreign_targets("head", settings.head):
         return []
-    searches = _searches_of(settings.head)
+    searches = searches_of(settings.head)
     if not searches or name in searches:
         return []
     return [f"search={name}: head {settings.head['_target_']} offers {', '.join(searches)}"]
 
 
-def _searches_of(head: dict[str, Any]) -> tuple[str, ...]:
+def searches_of(head: dict[str, Any]) -> tuple[str, ...]:
     """Names of the searches of a head's section, of the heads inside it, and of these together."""
     try:
         callee = locate(str(head.get("_target_")))
@@ -354,7 +356,7 @@ def _searches_of(head: dict[str, Any]) -> tuple[str, ...]:
         return ()
     inside = head.get("heads")
     inside = inside if isinstance(inside, dict) else {}
-    of_parts = [name for part in inside.values() for name in _searches_of(part)]
+    of_parts = [name for part in inside.values() for name in searches_of(part)]
     together = [name for name, needed in getattr(callee, "combined", {}).items() if set(needed) <= set(inside)]
     return (*getattr(callee, "searches", ()), *of_parts, *together)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass
@@ -81,3 +81,7 @@ class Hypothesis:
     tokens: list[int]
     frames: list[int]
     score: float
+
+
+# Head and encoder output to one hypothesis per utterance.
+Search = Callable[[nn.Module, Encoded], list[Hypothesis]]

@@ -6,6 +6,7 @@ import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from asr.layers.dropout import Dropout
@@ -25,6 +26,14 @@ class DecoderState(NamedTuple):
     def reorder(self, rows_N: Tensor) -> DecoderState:
         """A state of its own whose row n goes on from row `rows_N[n]`, which looks at the same memory."""
         layers = tuple((keys[rows_N], values[rows_N], count) for keys, values, count in self.layers)
+        return self._replace(layers=layers)
+
+    def with_room(self, num_steps: int) -> DecoderState:
+        """A state of its own, the same so far, for at most `num_steps` steps."""
+        more = num_steps - self.layers[0][0].size(2)
+        layers = tuple(
+            (F.pad(keys, (0, 0, 0, more)), F.pad(values, (0, 0, 0, more)), count) for keys, values, count in self.layers
+        )
         return self._replace(layers=layers)
 
 
