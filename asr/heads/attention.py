@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from asr.heads.head import Head, check_tokens
-from asr.layers.masks import length_mask
 from asr.layers.transformer_decoder import DecoderState, TransformerDecoder
 from asr.losses.label_smoothing import label_smoothing_loss
 from asr.types import Encoded
@@ -21,6 +22,7 @@ class Attention(Head):
 
     num_layers, num_heads, feed_forward_dim, dropout, self_attention_dropout, cross_attention_dropout: of the decoder,
         which is as wide as the encoder.
+    attention: "full", or "linear" (Katharopoulos et al., 2020), whose steps cost the same however long the transcript.
     label_smoothing: probability that targets leave to all other tokens.
     reverse_layers: of a second decoder that reads from right to left (U2++, Wu et al., 2021); 0 for none.
     reverse_weight: share of its loss in the sum.
@@ -43,6 +45,7 @@ class Attention(Head):
         label_smoothing: float = 0.1,
         reverse_layers: int = 0,
         reverse_weight: float = 0.0,
+        attention: Literal["full", "linear"] = "full",
     ):
         super().__init__()
         if not 0.0 <= label_smoothing < 1.0 or not 0.0 <= reverse_weight < 1.0:
@@ -58,7 +61,7 @@ class Attention(Head):
         def decoder(layers: int) -> TransformerDecoder:
             return TransformerDecoder(
                 vocab_size, input_dim, layers, num_heads, feed_forward_dim, dropout, self_attention_dropout,
-                cross_attention_dropout,
+                cross_attention_dropout, attention,
             )  # fmt: skip
 
         self.decoder = decoder(num_layers)
@@ -95,7 +98,7 @@ class Attention(Head):
         """
         decoder = self.reverse_decoder if reverse else self.decoder
         assert decoder is not None
-        return decoder(F.pad(tokens_NU, (1, 0), value=self.sos_eos_id), encoded.frames, self._frames_mask(encoded))
+        return decoder(F.pad(tokens_NU, (1, 0), value=self.sos_eos_id), encoded.frames, encoded.lens)
 
     def log_likelihood(self, encoded: Encoded, tokens_NU: Tensor, token_lens_N: Tensor, reverse: bool) -> Tensor:
         """(N,) fp32 log-probabilities of whole transcripts, their ends included, as one of the decoders sees them."""
@@ -106,25 +109,25 @@ class Attention(Head):
 
     def start(self, encoded: Encoded, rows: int, num_steps: int) -> DecoderState:
         """The state of `rows` transcripts per utterance before the first of at most `num_steps` steps."""
-        return self.decoder.start(encoded.frames, self._frames_mask(encoded), rows, num_steps)
+        return self.decoder.start(encoded.frames, encoded.lens, rows, num_steps)
 
     def step(self, tokens_N: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:
         """fp32 log-probabilities (N, V) of what follows `tokens_N`, the newest token of every row; then the state."""
         logits, state = self.decoder.step(tokens_N, state)
         return F.log_softmax(logits.float(), dim=-1), state
 
+    def with_room(self, state: DecoderState, num_steps: int) -> DecoderState:
+        """The same state with room for `num_steps` steps from the first one on."""
+        return self.decoder.with_room(state, num_steps)
+
     def attended_frames(self, encoded: Encoded, tokens_NU: Tensor) -> Tensor:
         """(N, U) frame that the decoder looks at most when it predicts each token."""
         inputs = F.pad(tokens_NU, (1, -1), value=self.sos_eos_id)
-        return self.decoder.attended_frames(inputs, encoded.frames, self._frames_mask(encoded))
+        return self.decoder.attended_frames(inputs, encoded.frames, encoded.lens)
 
     def _targets(self, tokens_NU: Tensor, token_lens_N: Tensor) -> Tensor:
         """(N, U + 1): the tokens and the end."""
         return F.pad(tokens_NU, (0, 1)).scatter(1, token_lens_N.unsqueeze(1), self.sos_eos_id)
-
-    @staticmethod
-    def _frames_mask(encoded: Encoded) -> Tensor:
-        return length_mask(encoded.lens, encoded.frames.size(1))
 
 
 def reverse_tokens(tokens_BU: Tensor, token_lens_B: Tensor) -> Tensor:

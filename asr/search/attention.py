@@ -49,7 +49,7 @@ def attention(
             break
         if number == room:
             room = 2 * room
-            state = state.with_room(room)
+            state = head.with_room(state, room)
         log_probs, state = head.step(newest.flatten(), state)
         log_probs = log_probs.unflatten(0, (num_utterances, beam))
         _restrict(log_probs, finished, (lens >= limit_B.unsqueeze(1)), head)
