@@ -18,6 +18,7 @@ ADDED = ("experiment", "debug")
 # What must be given with a choice, as its own comment says.
 NEEDED = {
     "data=custom": ["data.train=my.tsv"],
+    "tokenizer=saved": ["tokenizer.folder=runs/other"],
     "head=attention": ["search=attention"],
     "search=attention": ["head=ctc_attention"],
     "search=attention_rescoring": ["head=ctc_attention"],
