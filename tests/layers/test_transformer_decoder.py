@@ -11,13 +11,18 @@ def make(**changes):
     return TransformerDecoder(**{**sizes, **changes}).eval()
 
 
+@pytest.fixture(params=["full", "linear"])
+def decoder(request):
+    return make(attention=request.param)
+
+
 def memory_of(*lens, num_frames=9):
     return torch.randn(len(lens), num_frames, 8), torch.tensor(lens)
 
 
 @torch.no_grad()
-def test_steps_give_the_parallel_logits_with_several_rows_an_utterance():
-    decoder, memory = make(), memory_of(9, 4)
+def test_steps_give_the_parallel_logits_with_several_rows_an_utterance(decoder):
+    memory = memory_of(9, 4)
     tokens = torch.randint(0, 7, (6, 5))
     expected = decoder(tokens, *memory)
     repeated = [part.repeat_interleave(3, dim=0) for part in memory]
@@ -29,8 +34,8 @@ def test_steps_give_the_parallel_logits_with_several_rows_an_utterance():
 
 
 @torch.no_grad()
-def test_reordered_rows_go_on_from_their_parents_and_leave_the_old_state_alone():
-    decoder, memory = make(), memory_of(9)
+def test_reordered_rows_go_on_from_their_parents_and_leave_the_old_state_alone(decoder):
+    memory = memory_of(9)
     first = torch.tensor([1, 2, 3])
     _, state = decoder.step(first, decoder.start(*memory, rows=3, num_steps=2))
     parents = torch.tensor([2, 0, 0])
@@ -42,8 +47,8 @@ def test_reordered_rows_go_on_from_their_parents_and_leave_the_old_state_alone()
     torch.testing.assert_close(straight, decoder(paths, *memory)[:, 1], atol=1e-5, rtol=1e-5)
 
 
-def test_no_token_sees_later_ones_and_no_frame_beyond_the_length_is_seen():
-    decoder, (memory, lens) = make(), memory_of(9, 4)
+def test_no_token_sees_later_ones_and_no_frame_beyond_the_length_is_seen(decoder):
+    memory, lens = memory_of(9, 4)
     tokens = torch.randint(0, 7, (2, 5))
     before = decoder(tokens, memory, lens)
     changed = tokens.clone()
@@ -53,8 +58,8 @@ def test_no_token_sees_later_ones_and_no_frame_beyond_the_length_is_seen():
     assert torch.equal(decoder(tokens, memory, lens), before)
 
 
-def test_an_utterance_without_frames_is_finite_and_has_no_effect_on_the_memory():
-    decoder, (memory, lens) = make(), memory_of(0, 4)
+def test_an_utterance_without_frames_is_finite_and_has_no_effect_on_the_memory(decoder):
+    memory, lens = memory_of(0, 4)
     memory.requires_grad_()
     logits = decoder(torch.randint(0, 7, (2, 5)), memory, lens)
     logits.square().sum().backward()
@@ -85,6 +90,23 @@ def test_scores_stay_in_range_of_half_precision():
     assert seen[0][0] == "scores" and seen[0][1] == pytest.approx(12800, rel=0.01)
 
 
-def test_wrong_width_is_named():
+def test_recomputing_for_the_gradients_changes_neither_them_nor_the_dropout(decoder):
+    memory, lens = memory_of(9, 4)
+    tokens = torch.randint(0, 7, (2, 5))
+    results = []
+    for recompute in (False, True):
+        torch.manual_seed(3)
+        decoder.zero_grad()
+        hidden = decoder.train().hidden(tokens, memory, lens, recompute)
+        hidden.square().sum().backward()
+        named = decoder.named_parameters()
+        results.append({"hidden": hidden.detach()} | {n: p.grad for n, p in named if p.grad is not None})
+    torch.testing.assert_close(*results)
+    assert len(results[0]) > 20
+
+
+def test_wrong_arguments_are_named():
+    with pytest.raises(ValueError, match="attention 'fast' is none of full, linear"):
+        make(attention="fast")
     with pytest.raises(ValueError, match="num_heads 3"):
         FullCrossAttention(8, 3)
