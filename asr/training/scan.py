@@ -59,14 +59,14 @@ def scan_memory(
         held = torch.empty(reserve, dtype=torch.uint8, device=precision.device)
         for cuts in batches:
             _forward_and_backward(model, loader.load(cuts, epoch).to(precision.device), precision)
-            optimizer.zero_grad(set_to_none=True)
+            model.zero_grad(set_to_none=True)
         del held
     except RuntimeError as error:
         if not _is_out_of_memory(error):
             raise
         raise ValueError(_advice(cuts, precision, data)) from None
     finally:
-        optimizer.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)
         model.train(was_training)
         with torch.no_grad():
             for buffer, before in buffers:
