@@ -103,10 +103,10 @@ def report_tokens(splits: dict[str, Path], tokenizer: Tokenizer, settings: Train
         unknown, examples = tokenizer.unknown_share(of_split)
         if unknown > 0.01:
             named = ", ".join(f"{unit!r}" for unit, _ in examples.most_common(10))
-            log.warning(
-                "%s: %.0f%% unknown to the tokenizer (%s): do case and script of the texts match it?",
-                split, 100 * unknown, named,
-            )  # fmt: skip
+            told = f"{split}: {100 * unknown:.0f}% unknown to the tokenizer ({named}): do case and script of the texts"
+            if unknown > settings.data.max_unknown:
+                raise ValueError(f"{told} match it? More than data.max_unknown={settings.data.max_unknown} is refused")
+            log.warning("%s match it?", told)
 
 
 def build_model(settings: TrainSettings, tokenizer: Tokenizer) -> AsrModel:

@@ -98,6 +98,7 @@ class DataSettings:
     train: str | None = None
     dev: str | None = None
     test: str | None = None
+    max_unknown: float = 0.5
     min_duration: float = 0.3
     max_utterance: float = 20.0
     max_duration: float = 100.0
@@ -317,6 +318,8 @@ def _train_faults(settings: TrainSettings) -> list[str]:
         faults.append(f"data.num_workers={data.num_workers}: must be 0 or more")
     if data.min_duration >= data.max_utterance:
         faults.append(f"data.min_duration={data.min_duration}: must be below data.max_utterance={data.max_utterance}")
+    if not 0 <= data.max_unknown <= 1:
+        faults.append(f"data.max_unknown={data.max_unknown}: a share between 0 and 1 is expected")
     if not data.speed_factors or any(not 0.5 <= factor <= 2.0 for factor in data.speed_factors):
         faults.append(
             f"data.speed_factors={data.speed_factors}: factors between 0.5 and 2 are expected, as in [0.9,1.0,1.1]"
