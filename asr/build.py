@@ -42,7 +42,7 @@ from asr.text.normalise import Normaliser
 from asr.text.tokenizer import Tokenizer
 from asr.training.bf16_update import update_bf16
 from asr.training.distributed import World, share
-from asr.training.optim import parameter_groups
+from asr.training.optim import adversary_optimizer, parameter_groups
 from asr.training.run_folder import changed_keys, safe_name, write_json
 from asr.training.schedule import Schedule
 from asr.types import Hypothesis
@@ -282,6 +282,14 @@ def build_optimizer(settings: TrainSettings, model: nn.Module) -> torch.optim.Op
     groups = parameter_groups(model, float(settings.optim.get("weight_decay", 0.0)))
     optimizer = make(settings.optim)(groups)
     if settings.precision is Precision.bf16:
+        update_bf16(optimizer, settings.bf16_update.value, settings.seed)
+    return optimizer
+
+
+def build_adversary_optimizer(settings: TrainSettings, model: nn.Module) -> torch.optim.Optimizer | None:
+    """The optimiser of the model's adversaries, where it has any."""
+    optimizer = adversary_optimizer(model)
+    if optimizer and settings.precision is Precision.bf16:
         update_bf16(optimizer, settings.bf16_update.value, settings.seed)
     return optimizer
 

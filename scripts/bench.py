@@ -5,16 +5,20 @@ python scripts/bench.py loss --batch 8 --tokens 40 --vocab 500
 python scripts/bench.py search --head transducer --batch 8
 python scripts/bench.py features --batch 16 --seconds 10
 python scripts/bench.py loader [+experiment=NAME] [key=value ...]
+python scripts/bench.py recurrent --lengths 250 500 --batches 1 8
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import multiprocessing
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -133,6 +137,7 @@ def bench_train_step(arguments: argparse.Namespace, overrides: list[str]) -> Non
     from asr.layers.schedule import set_batch_count
     from asr.text.listed_tokenizer import ListedTokenizer
     from asr.training.distributed import World
+    from asr.training.monitor import peak_memory_bytes
     from asr.training.precision import PrecisionMode, resolve_precision
     from asr.training.step import train_step
     from asr.types import Batch
@@ -164,7 +169,7 @@ def bench_train_step(arguments: argparse.Namespace, overrides: list[str]) -> Non
     precision = Timed(resolve_precision(settings.precision.value, device), device, initial_scale=1024.0)
     model = precision.prepare(build.build_model(settings, tokenizer).to(device)).train()
     set_batch_count(model, arguments.batch_count)
-    optimizer = build.build_optimizer(settings, model)
+    optimizer, adversary = build.build_optimizer(settings, model), build.build_adversary_optimizer(settings, model)
     if arguments.compile:
         model.encoder.compile()
 
@@ -178,9 +183,12 @@ def bench_train_step(arguments: argparse.Namespace, overrides: list[str]) -> Non
         texts=[""] * size,
     ).to(device)
     phases: dict[str, list[float]] = {"forward_s": [], "backward_s": [], "optimiser_s": [], "step_s": []}
+    at_start = peak_memory_bytes()
     for _ in range(1 + arguments.repeats):
         started = now(device)
-        result = train_step(model, [batch], optimizer, precision, settings.trainer.clip_norm, World(), device)
+        result = train_step(
+            model, [batch], optimizer, precision, settings.trainer.clip_norm, World(), device, adversary
+        )
         ended = now(device)
         optimiser_seconds = ended - precision.backward_ended
         times = (precision.forward_seconds, precision.backward_seconds, optimiser_seconds, ended - started)
@@ -197,6 +205,9 @@ def bench_train_step(arguments: argparse.Namespace, overrides: list[str]) -> Non
         "vocab": arguments.vocab,
     }
     medians = {name: statistics.median(measured[1:]) for name, measured in phases.items()}
+    # Where not all steps are alike, as with head.free_running, the mean over a multiple of their period counts.
+    medians["step_mean_s"] = statistics.mean(phases["step_s"][1:])
+    medians["step_memory_mb"] = (peak_memory_bytes() - at_start) / 2**20
     parameters = sum(parameter.numel() for parameter in model.parameters())
     how = {"precision": precision.mode, "compile": arguments.compile, "batch_count": arguments.batch_count}
     tell({"bench": "train-step", **given, **how, "parameters": parameters, **shapes, **medians}, device)
@@ -355,11 +366,103 @@ def bench_loader(arguments: argparse.Namespace, overrides: list[str]) -> None:
     print(f"\nThe loader is {load_rate / step_rate:.1f} times as fast as the step over {len(kept) - 1} batches.")
 
 
+# Seconds per sample that fast-transformers (2023-03, dropout off) took on 2 AMD EPYC cores, within 20%, by length; of
+# recurrent full attention with the memory of freed tensors kept in the process, as here.
+FAST_TRANSFORMERS: dict[tuple[str, str, int], dict[int, float]] = {
+    ("batch", "linear", 8): {250: 0.027, 500: 0.055, 1000: 0.114, 2000: 0.212},
+    ("batch", "full", 8): {250: 0.028, 500: 0.087, 1000: 0.248, 2000: 0.777},
+    ("recurrent", "linear", 1): {250: 0.60, 500: 1.22, 1000: 2.47, 2000: 4.51},
+    ("recurrent", "linear", 8): {250: 0.111, 500: 0.206, 1000: 0.432, 2000: 0.959},
+    ("recurrent", "linear", 32): {250: 0.051, 500: 0.096, 1000: 0.219, 2000: 0.483},
+    ("recurrent", "linear", 128): {250: 0.044, 500: 0.082, 1000: 0.170, 2000: 0.439},
+    ("recurrent", "full", 8): {250: 0.135, 500: 0.346, 1000: 1.12, 2000: 3.42},
+    ("recurrent", "full", 32): {250: 0.082, 500: 0.257, 1000: 0.881, 2000: 2.32},
+}
+FORMS = ("batch", "recurrent", "training", "training by steps")
+
+
+def recurrent_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS[:2], help="training: with all gradients")
+    parser.add_argument("--attentions", nargs="+", choices=["full", "linear"], default=["linear", "full"])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[250, 500, 1000, 2000, 4000])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 128])
+    parser.add_argument("--repeats", type=int, default=3, help="measurements, after one to warm up; the median counts")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=8, help="of 64")
+    parser.add_argument("--feed-forward-dim", type=int, default=1024, help="fast-transformers' own default")
+    parser.add_argument("--threads", type=int, help="of PyTorch")
+    parser.add_argument("--device", default="auto")
+
+
+def bench_recurrent(arguments: argparse.Namespace, overrides: list[str]) -> None:
+    """Seconds per sample and memory of a stack of Transformer layers, in parallel and step by step, as a table."""
+    print("| form | attention | batch | length | s per sample | MB | fast-transformers, s | ratio |")
+    print("|---|---|---|---|---|---|---|---|")
+    for form, attention, size in itertools.product(arguments.forms, arguments.attentions, arguments.batches):
+        theirs = FAST_TRANSFORMERS.get((form, attention, size), {})
+        for length in arguments.lengths:
+            seconds, megabytes = in_process(recurrent_cell, arguments, form, attention, size, length)
+            peer = theirs.get(length)
+            compared = f"{peer:g} | {seconds / peer:.2f}" if peer else "| "
+            cell = f"| {form} | {attention} | {size} | {length} | {seconds:.4f} | {megabytes:.0f} | {compared} |"
+            print(cell, flush=True)
+
+
+def in_process(work: Callable[..., Any], *given: Any) -> Any:
+    """The result of work in a process of its own, so that peaks of memory are not those of earlier work."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(work, *given).result()
+
+
+def recurrent_cell(
+    arguments: argparse.Namespace, form: str, attention: str, size: int, length: int
+) -> tuple[float, float]:
+    """Median seconds per sample, and the peak of the process's memory, or of the GPU's, in MB."""
+    import torch
+    from torch import nn
+
+    from asr.layers.transformer_layer import TransformerLayer
+    from asr.training.monitor import peak_memory_bytes
+
+    device = prepared_device(arguments)
+    torch.manual_seed(0)
+    dim = 64 * arguments.heads
+    layers: Any = nn.ModuleList(
+        TransformerLayer(dim, arguments.heads, arguments.feed_forward_dim, 0.0, attention, causal=True, cross=False)
+        for _ in range(arguments.layers)
+    ).to(device)
+    x_BTD, lens_B = torch.randn(size, length, dim, device=device), torch.full((size,), length, device=device)
+
+    def parallel() -> torch.Tensor:
+        x = x_BTD
+        for layer in layers:
+            x = layer(x, lens_B)
+        return x
+
+    def stepwise() -> torch.Tensor:
+        states = [layer.self_attention.start(size, length) for layer in layers]
+        outputs = []
+        for x in x_BTD.unbind(1):
+            for index, layer in enumerate(layers):
+                x, states[index] = layer.step(x, states[index])
+            outputs.append(x)
+        return torch.stack(outputs, dim=1)
+
+    def work() -> None:
+        with torch.set_grad_enabled(form.startswith("training")):
+            outputs = parallel() if form in ("batch", "training") else stepwise()
+        if outputs.requires_grad:
+            outputs.square().mean().backward()
+
+    return median_seconds(work, arguments.repeats, device) / size, peak_memory_bytes() / 2**20
+
+
 COMMANDS: dict[str, tuple[Callable[..., None], Callable[[argparse.ArgumentParser], None]]] = {
     "features": (bench_features, features_options),
     "loader": (bench_loader, loader_options),
     "loss": (bench_loss, loss_options),
     "search": (bench_search, search_options),
+    "recurrent": (bench_recurrent, recurrent_options),
     "train-step": (bench_train_step, train_step_options),
 }
 
