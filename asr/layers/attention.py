@@ -29,16 +29,24 @@ class _RelativeShift(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:
-        full = grad.new_zeros(*grad.shape[:-1], 2 * grad.size(-1))
-        _shifted_view(full).copy_(grad)
+        num_frames = grad.size(-1)
+        full = grad.new_empty(*grad.shape[:-1], 2 * num_frames)
+        full[..., 0, : num_frames - 1] = 0.0
+        full[..., -1, -1] = 0.0
+        rows = _shifted_rows(full)
+        rows[..., :num_frames] = grad
+        rows[..., num_frames:] = 0.0
         return full
 
 
 def _shifted_view(scores: Tensor) -> Tensor:
+    return _shifted_rows(scores)[..., : scores.size(-2)]
+
+
+def _shifted_rows(scores: Tensor) -> Tensor:
     # Each row starts one column earlier than the row above: in memory the rows lie 2T - 1 numbers apart, from T - 1 on.
     num_frames = scores.size(-2)
-    flat = scores.flatten(-2)[..., num_frames - 1 : -1]
-    return flat.unflatten(-1, (num_frames, 2 * num_frames - 1))[..., :num_frames]
+    return scores.flatten(-2)[..., num_frames - 1 : -1].unflatten(-1, (num_frames, 2 * num_frames - 1))
 
 
 class RelativeSelfAttention(nn.Module):
