@@ -22,7 +22,7 @@ from lhotse.cut import Cut
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from asr.config import PASSED_BY_BUILD, ConfigError, DecodeSettings, TrainerSettings, TrainSettings, check
+from asr.config import PASSED_BY_BUILD, ConfigError, DecodeSettings, Precision, TrainerSettings, TrainSettings, check
 from asr.data.augment import NoiseMixer, random_volume, speed_perturb
 from asr.data.corpus import prepared_is_current, prepared_splits, write_prepared
 from asr.data.cuts import load_audio, load_cuts
@@ -30,6 +30,7 @@ from asr.data.dataset import SpeechDataset, one_thread
 from asr.data.filters import count_reasons, duration_rules, feasibility_rule, filter_cuts
 from asr.data.loader import Loader
 from asr.data.report import add_tokenizer_section, format_summary, read_report, write_report
+from asr.data.store import FeatureStore
 from asr.features.normalise import FeatureNorm
 from asr.layers.init import initialise
 from asr.model import AsrModel
@@ -37,6 +38,7 @@ from asr.scoring.wer import CJK, Utterance
 from asr.targets import accepted, locate, target_faults
 from asr.text.normalise import Normaliser
 from asr.text.tokenizer import Tokenizer
+from asr.training.bf16_update import update_bf16
 from asr.training.distributed import World, share
 from asr.training.optim import parameter_groups
 from asr.training.run_folder import changed_keys, safe_name, write_json
@@ -101,10 +103,10 @@ def report_tokens(splits: dict[str, Path], tokenizer: Tokenizer, settings: Train
         unknown, examples = tokenizer.unknown_share(of_split)
         if unknown > 0.01:
             named = ", ".join(f"{unit!r}" for unit, _ in examples.most_common(10))
-            log.warning(
-                "%s: %.0f%% unknown to the tokenizer (%s): do case and script of the texts match it?",
-                split, 100 * unknown, named,
-            )  # fmt: skip
+            told = f"{split}: {100 * unknown:.0f}% unknown to the tokenizer ({named}): do case and script of the texts"
+            if unknown > settings.data.max_unknown:
+                raise ValueError(f"{told} match it? More than data.max_unknown={settings.data.max_unknown} is refused")
+            log.warning("%s match it?", told)
 
 
 def build_model(settings: TrainSettings, tokenizer: Tokenizer) -> AsrModel:
@@ -186,8 +188,10 @@ def build_train_data(
     if data.noise:
         augments.append(NoiseMixer(load_cuts(data.noise), data.noise_snr[0], data.noise_snr[1], data.noise_probability))
 
+    store = feature_store(settings)
+
     def loader(of: list[Any], seed: int, cut_augments: tuple[Any, ...], training: bool) -> Loader:
-        dataset = SpeechDataset(fbank, fbank.output_dim, tokenizer, seed, cut_augments)
+        dataset = SpeechDataset(fbank, fbank.output_dim, tokenizer, seed, cut_augments, store)
         return Loader(
             of, dataset, data.max_duration, data.num_buckets, data.num_workers,
             shuffle=training, seed=seed, rank=world.rank, world_size=world.size, pin_memory=gpu,
@@ -199,9 +203,19 @@ def build_train_data(
     return TrainData(loader(kept, settings.seed, tuple(augments), True), loader(dev, 0, (), False), len(kept), filtered)
 
 
-def settings_of_run(checkpoint: dict[str, Any]) -> TrainSettings:
-    """The settings a checkpoint was trained with."""
-    return check(OmegaConf.create(checkpoint["config"]))
+def feature_store(settings: TrainSettings) -> FeatureStore | None:
+    """Where this run's features are kept, if anywhere: a folder for each state of the data and kind of features."""
+    if not settings.data.stored_features:
+        return None
+    identity = json.dumps([data_fingerprint(settings), settings.features["fbank"]], sort_keys=True)
+    stamp = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    return FeatureStore(Path(settings.data.stored_features) / stamp)
+
+
+def settings_of_run(checkpoint: dict[str, Any], encoder: dict[str, Any] | None = None) -> TrainSettings:
+    """The settings a checkpoint was trained with, with changes to the encoder. Raises ConfigError for wrong ones."""
+    config = checkpoint["config"]
+    return check(OmegaConf.create({**config, "encoder": {**config["encoder"], **(encoder or {})}}))
 
 
 def sets_to_decode(settings: DecodeSettings, trained: TrainSettings) -> dict[str, list[Cut]]:
@@ -264,7 +278,10 @@ def scoring_unit(utterances: list[Utterance]) -> str:
 def build_optimizer(settings: TrainSettings, model: nn.Module) -> torch.optim.Optimizer:
     """The optimiser over parameter groups, of which those of one dimension do not decay."""
     groups = parameter_groups(model, float(settings.optim.get("weight_decay", 0.0)))
-    return make(settings.optim)(groups)
+    optimizer = make(settings.optim)(groups)
+    if settings.precision is Precision.bf16:
+        update_bf16(optimizer, settings.bf16_update.value, settings.seed)
+    return optimizer
 
 
 def build_schedule(settings: TrainSettings, total_steps: int) -> Schedule:
@@ -322,9 +339,12 @@ def check_resume(checkpoint: dict[str, Any], config: dict[str, Any], mode: str) 
 
 
 def data_fingerprint(settings: TrainSettings) -> str:
-    """What tells one state of the prepared data from another."""
+    """What tells one state of the prepared data from another. Raises ValueError where none has been prepared."""
     report = read_report(prepared_folder(settings))
-    assert report
+    if report is None:
+        raise ValueError(
+            f"{prepared_folder(settings)}: no data is prepared there; name a set to decode by data.test=PATH"
+        )
     return report["fingerprint"]
 
 

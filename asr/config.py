@@ -28,6 +28,14 @@ class Precision(str, Enum):
     bf16 = "bf16"
 
 
+class Bf16Update(str, Enum):
+    """How a bf16 parameter takes an update, see asr/training/bf16_update.py."""
+
+    kahan = "kahan"
+    stochastic = "stochastic"
+    plain = "plain"
+
+
 class Resume(str, Enum):
     """auto: continue when `run_dir` holds checkpoints; true: insist on it; false: refuse such a folder."""
 
@@ -63,7 +71,7 @@ class TrainerSettings:
     max_epochs: int = 30
     max_steps: int | None = None
     accumulate: int = 1
-    clip_norm: float = 5.0
+    clip_norm: float | None = 5.0
     log_every: int = 10
     valid_every: int | None = None
     save_every: int | None = None
@@ -75,6 +83,7 @@ class TrainerSettings:
     num_threads: int | None = None
     progress: bool = True
     pictures: bool = True
+    scan_memory: bool | None = None
     profile: bool = False
     detect_anomaly: bool = False
 
@@ -89,6 +98,7 @@ class DataSettings:
     train: str | None = None
     dev: str | None = None
     test: str | None = None
+    max_unknown: float = 0.5
     min_duration: float = 0.3
     max_utterance: float = 20.0
     max_duration: float = 100.0
@@ -100,6 +110,7 @@ class DataSettings:
     noise: str | None = None
     noise_snr: list[float] = field(default_factory=lambda: [10.0, 20.0])
     noise_probability: float = 0.5
+    stored_features: str | None = None
     limit: int | None = None
 
 
@@ -110,6 +121,7 @@ class TrainSettings:
     name: str = "run"
     seed: int = 42
     precision: Precision = Precision.auto
+    bf16_update: Bf16Update = Bf16Update.kahan
     device: str = "auto"
     init_mode: InitMode | None = None
     run_dir: str | None = None
@@ -148,6 +160,7 @@ class DecodeSettings:
     select: CheckpointChoice = CheckpointChoice.last
     method: str | None = None
     search: dict[str, Any] = field(default_factory=dict)
+    encoder: dict[str, Any] = field(default_factory=dict)
     precision: Precision = Precision.fp32
     device: str = "auto"
     data: DecodeDataSettings = field(default_factory=DecodeDataSettings)
@@ -305,6 +318,8 @@ def _train_faults(settings: TrainSettings) -> list[str]:
         faults.append(f"data.num_workers={data.num_workers}: must be 0 or more")
     if data.min_duration >= data.max_utterance:
         faults.append(f"data.min_duration={data.min_duration}: must be below data.max_utterance={data.max_utterance}")
+    if not 0 <= data.max_unknown <= 1:
+        faults.append(f"data.max_unknown={data.max_unknown}: a share between 0 and 1 is expected")
     if not data.speed_factors or any(not 0.5 <= factor <= 2.0 for factor in data.speed_factors):
         faults.append(
             f"data.speed_factors={data.speed_factors}: factors between 0.5 and 2 are expected, as in [0.9,1.0,1.1]"
@@ -316,6 +331,11 @@ def _train_faults(settings: TrainSettings) -> list[str]:
         faults.append(
             f"trainer.save_every={trainer.save_every}: must be at least trainer.average_period={trainer.average_period}"
         )
+    if data.stored_features and (data.volume_range or data.noise):
+        faults.append(
+            f"data.stored_features={data.stored_features}: features can be stored only where data.volume_range and "
+            "data.noise, which change them in every epoch, are null"
+        )
     if data.corpus.get("train", "found by the recipe") is None:
         faults.append("data.train: give your training data, as in data=custom data.train=my.tsv")
     return faults + _search_faults(settings) + _device_faults(settings.device)
@@ -325,22 +345,23 @@ def _search_faults(settings: TrainSettings) -> list[str]:
     name = str(settings.search.get("_target_", "")).rpartition(".")[2]
     if foreign_targets("head", settings.head):
         return []
-    searches = _searches_of(settings.head)
+    searches = searches_of(settings.head)
     if not searches or name in searches:
         return []
     return [f"search={name}: head {settings.head['_target_']} offers {', '.join(searches)}"]
 
 
-def _searches_of(head: dict[str, Any]) -> tuple[str, ...]:
-    """Names of the searches of a head's section and of the heads inside it."""
+def searches_of(head: dict[str, Any]) -> tuple[str, ...]:
+    """Names of the searches of a head's section, of the heads inside it, and of these together."""
     try:
-        searches = tuple(getattr(locate(str(head.get("_target_"))), "searches", ()))
+        callee = locate(str(head.get("_target_")))
     except (ImportError, AttributeError, ValueError):
         return ()
     inside = head.get("heads")
-    return searches + tuple(
-        name for part in (inside.values() if isinstance(inside, dict) else ()) for name in _searches_of(part)
-    )
+    inside = inside if isinstance(inside, dict) else {}
+    of_parts = [name for part in inside.values() for name in searches_of(part)]
+    together = [name for name, needed in getattr(callee, "combined", {}).items() if set(needed) <= set(inside)]
+    return (*getattr(callee, "searches", ()), *of_parts, *together)
 
 
 def _device_faults(device: str) -> list[str]:

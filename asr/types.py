@@ -11,10 +11,12 @@ A mask is True on valid positions. Lengths are int64 and count frames or tokens,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass
@@ -47,19 +49,28 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch with its tensors on `device`."""
-        moved = {
-            name: getattr(self, name).to(device, non_blocking=True)
-            for name in ("features", "feature_lens", "tokens", "token_lens")
-        }
-        return replace(self, **moved)
+        return self._with(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> Batch:
+        """The same batch in page-locked memory, as a DataLoader asks for it before a copy to a GPU."""
+        return self._with(Tensor.pin_memory)
+
+    def _with(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        names = ("features", "feature_lens", "tokens", "token_lens")
+        changed: dict[str, Any] = {name: change(getattr(self, name)) for name in names}
+        return replace(self, **changed)
 
 
 @dataclass
 class Encoded:
-    """What an encoder makes of a batch: frames (B, T, D) and their valid lengths (B,)."""
+    """What an encoder makes of a batch: frames (B, T, D) and their valid lengths (B,).
+
+    num_views: 2 where the second half of the rows are other augmented views of the utterances of the first.
+    """
 
     frames: Tensor
     lens: Tensor
+    num_views: int = 1
 
 
 @dataclass
@@ -74,3 +85,7 @@ class Hypothesis:
     tokens: list[int]
     frames: list[int]
     score: float
+
+
+# Head and encoder output to one hypothesis per utterance.
+Search = Callable[[nn.Module, Encoded], list[Hypothesis]]

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from omegaconf import OmegaConf
 
 from asr.config import ConfigError, DecodeSettings, TrainSettings, check, check_overrides
 
@@ -17,7 +16,16 @@ CONF = ROOT / "conf"
 GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir())
 ADDED = ("experiment", "debug")
 # What must be given with a choice, as its own comment says.
-NEEDED = {"data=custom": ["data.train=my.tsv"]}
+NEEDED = {
+    "data=custom": ["data.train=my.tsv"],
+    "head=transducer": ["search=greedy_search"],
+    "search=greedy_search": ["head=transducer"],
+    "search=modified_beam_search": ["head=transducer"],
+    "tokenizer=saved": ["tokenizer.folder=runs/other"],
+    "head=attention": ["search=attention"],
+    "search=attention": ["head=ctc_attention"],
+    "search=attention_rescoring": ["head=ctc_attention"],
+}
 
 
 def choices(group: str) -> list[str]:
@@ -185,11 +193,7 @@ def test_help_and_misspelt_overrides_answer_without_importing_torch(script, argu
 
 
 def test_heads_inside_a_head_are_checked_and_their_searches_offered():
-    cfg = compose_train()
-    OmegaConf.set_struct(cfg, False)
-    part = {"_target_": "asr.heads.ctc.CTC", "_partial_": True}
-    cfg.head = {"_target_": "asr.heads.joint.Joint", "heads": {"ctc": dict(part)}, "weights": {"ctc": 1.0}}
-    assert check(cfg).head["heads"]
-    cfg.head.heads.ctc.drop = 0.5
-    with pytest.raises(ConfigError, match=r"head\.heads\.ctc\.drop=0\.5: .*did you mean dropout"):
-        check(cfg)
+    assert check(compose_train("head=ctc_attention", "search=attention_rescoring")).head["heads"]
+    faults = faults_of("head=ctc_attention", "+head.heads.ctc.drop=0.5", "~head.heads.attention", "search=attention")
+    assert any(re.search(r"^head\.heads\.ctc\.drop=0\.5: .*did you mean dropout", fault) for fault in faults)
+    assert any(re.search(r"^search=attention: .*offers ctc_greedy_search, ctc_prefix_beam_search$", f) for f in faults)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from asr.data.augment import cut_rng
 from asr.data.cuts import load_audio
+from asr.data.store import FeatureStore
 from asr.types import Batch
 
 
@@ -41,6 +42,7 @@ class SpeechDataset(torch.utils.data.Dataset):
         tokenizer: text -> token ids.
         seed: of the augmentation.
         cut_augments: applied in order; empty outside training.
+        store: where features are kept; only without `cut_augments`, which change with every epoch.
     """
 
     def __init__(
@@ -50,12 +52,14 @@ class SpeechDataset(torch.utils.data.Dataset):
         tokenizer: TextEncoder,
         seed: int = 0,
         cut_augments: tuple[CutAugment, ...] = (),
+        store: FeatureStore | None = None,
     ):
         self.extract = extract
         self.num_mel_bins = num_mel_bins
         self.tokenizer = tokenizer
         self.seed = seed
         self.cut_augments = cut_augments
+        self.store = store
 
     def __getitem__(self, item: tuple[list[Cut], int]) -> Batch:
         cuts, epoch = item
@@ -92,6 +96,11 @@ class SpeechDataset(torch.utils.data.Dataset):
         )
 
     def _features(self, cut: Cut, epoch: int) -> Tensor:
+        if self.store and not self.cut_augments:
+            return self.store.get(cut, lambda: self._compute(cut, epoch))
+        return self._compute(cut, epoch)
+
+    def _compute(self, cut: Cut, epoch: int) -> Tensor:
         if self.cut_augments:
             generator = cut_rng(self.seed, epoch, cut.id)
             for augment in self.cut_augments:

@@ -8,6 +8,7 @@ from functools import reduce
 import torch
 from torch import Tensor, nn
 
+from asr.layers.masks import length_mask
 from asr.types import Encoded
 
 
@@ -16,11 +17,14 @@ class Head(nn.Module, ABC):
     `blank_id` (the tokenizer's) from the build.
 
     searches: names of the searches that decode with it, as in conf/search; the first is the default.
+    num_views: augmented views of every utterance that its loss compares in training, one after the other in the batch
+        (see `Encoded.num_views`); 1 where it compares none.
     """
 
     vocab_size: int
     blank_id: int
     searches: tuple[str, ...]
+    num_views: int = 1
 
     @abstractmethod
     def loss_parts(self, encoded: Encoded, tokens_BU: Tensor, token_lens_B: Tensor) -> dict[str, Tensor]:
@@ -51,3 +55,17 @@ class Head(nn.Module, ABC):
 def add_parts(parts: dict[str, Tensor]) -> Tensor:
     """The losses (B,) that weighted parts (B,) make together."""
     return reduce(torch.add, parts.values())
+
+
+def check_tokens(tokens_BU: Tensor, token_lens_B: Tensor, vocab_size: int, blank_id: int) -> None:
+    """Raise ValueError where a transcript holds blank or an id outside the vocabulary."""
+    wrong = (tokens_BU == blank_id) | (tokens_BU < 0) | (tokens_BU >= vocab_size)
+    wrong &= length_mask(token_lens_B, tokens_BU.size(1))
+    if wrong.any():
+        row, column = wrong.nonzero()[0].tolist()
+        token = int(tokens_BU[row, column])
+        reason = "which is blank" if token == blank_id else f"outside the vocabulary of {vocab_size}"
+        raise ValueError(
+            f"token {column} of utterance {row} of the batch is {token}, {reason}; "
+            "encode transcripts with the tokenizer that the model was built with"
+        )

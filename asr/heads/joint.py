@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +20,13 @@ class Joint(Head):
         heads: name -> what makes that head (in YAML a section with `_partial_: true`).
         weights: name -> weight, above 0, of every head.
 
-    An utterance is feasible where it is so for every head. Parts of the loss are called `head` or `head/part`.
+    An utterance is feasible where it is so for every head. Parts of the loss are called `head` or `head/part`. Heads
+    called "ctc" and "attention" offer "attention_rescoring" together.
     Raises ValueError when heads and weights do not name the same.
     """
+
+    # Searches that need several heads: name -> what these must be called.
+    combined: ClassVar[dict[str, tuple[str, ...]]] = {"attention_rescoring": ("ctc", "attention")}
 
     def __init__(
         self,
@@ -45,7 +50,10 @@ class Joint(Head):
         given = {"input_dim": input_dim, "vocab_size": vocab_size, "blank_id": blank_id, "sos_eos_id": sos_eos_id}
         made = {name: make(**accepted(make, given)) for name, make in heads.items()}
         self.heads = nn.ModuleDict(made)
-        self.searches = tuple(dict.fromkeys(search for head in made.values() for search in head.searches))
+        self.num_views = max(head.num_views for head in made.values())
+        own = dict.fromkeys(search for head in made.values() for search in head.searches)
+        together = [search for search, needed in self.combined.items() if set(needed) <= set(heads)]
+        self.searches = (*own, *together)
 
     def loss_parts(self, encoded: Encoded, tokens_BU: Tensor, token_lens_B: Tensor) -> dict[str, Tensor]:
         feasible = self.feasible(encoded.lens, tokens_BU, token_lens_B)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +14,10 @@ SCALES = ("query", "scores")
 
 
 def relative_shift(scores: Tensor) -> Tensor:
-    """From scores per distance (..., T, 2T), distances T-1 ... -T, to scores per key (..., T, T), without a copy.
+    """From scores per distance (..., T, S + T), distances S-1 ... -T, to scores per key (..., T, S), without a copy.
 
-    Entry (i, j) is the score of query i with distance i - j, in column T - 1 - i + j.
+    The T queries are the last of S frames, all of them where T = S. Entry (i, j) is the score of query i with its
+    distance S - T + i - j to key j, in column T - 1 - i + j.
     """
     return _RelativeShift.apply(scores)
 
@@ -29,38 +31,45 @@ class _RelativeShift(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:
-        num_frames = grad.size(-1)
-        full = grad.new_empty(*grad.shape[:-1], 2 * num_frames)
-        full[..., 0, : num_frames - 1] = 0.0
-        full[..., -1, -1] = 0.0
+        num_queries, num_keys = grad.shape[-2:]
+        full = grad.new_empty(*grad.shape[:-1], num_keys + num_queries)
+        # Every number is written once: before the first row, the rows and what lies between them, after the last.
+        full[..., 0, : num_queries - 1] = 0.0
         rows = _shifted_rows(full)
-        rows[..., :num_frames] = grad
-        rows[..., num_frames:] = 0.0
+        rows[..., :num_keys] = grad
+        rows[..., num_keys:] = 0.0
+        full[..., -1, -1] = 0.0
         return full
 
 
 def _shifted_view(scores: Tensor) -> Tensor:
-    return _shifted_rows(scores)[..., : scores.size(-2)]
+    num_queries, num_distances = scores.shape[-2:]
+    return _shifted_rows(scores)[..., : num_distances - num_queries]
 
 
 def _shifted_rows(scores: Tensor) -> Tensor:
-    # Each row starts one column earlier than the row above: in memory the rows lie 2T - 1 numbers apart, from T - 1 on.
-    num_frames = scores.size(-2)
-    return scores.flatten(-2)[..., num_frames - 1 : -1].unflatten(-1, (num_frames, 2 * num_frames - 1))
+    # Each row starts one column earlier than the row above: in memory the rows lie S + T - 1 numbers apart, from T - 1.
+    num_queries, num_distances = scores.shape[-2:]
+    return scores.flatten(-2)[..., num_queries - 1 : -1].unflatten(-1, (num_queries, num_distances - 1))
 
 
 class RelativeSelfAttention(nn.Module):
-    """Self-attention whose score of query i and key j is ((q_i + u) k_j + (q_i + v) p_{i-j}) / sqrt(d_k).
+    """Self-attention whose score of query i and key j is ((q_i + u) k_j + (q_i + v) p) / sqrt(d_k).
 
-    u and v are the learned content and position biases, p a projection of the distance's encoding. Keys have no bias
-    of their own: it would move all scores of a query alike and leave the softmax as it is.
+    u and v are the learned content and position biases, p a projection of the encoding of the distance i - j. Keys have
+    no bias of their own: it would move all scores of a query alike and leave the softmax as it is.
 
     dim: width D. num_heads: divides D. dropout: of the attention weights.
     scale: where 1/sqrt(d_k) is applied: "query" before both products, which keeps half precision in range, or "scores"
         after their sum, as older toolkits do and overflow (there to reproduce their results).
+    shift: False takes p of the key's own position j instead of the distance, as WeNet does: its weights need it.
+    observe: where set, called in every pass with the names and values (H, B, T, S) of the "content_scores",
+        "position_scores", their sum "scores" and, for scale "scores", "scaled_scores", which it must not keep.
     """
 
-    def __init__(self, dim: int, num_heads: int, dropout: float = 0.0, scale: str = "query"):
+    observe: Callable[[str, Tensor], None] | None = None
+
+    def __init__(self, dim: int, num_heads: int, dropout: float = 0.0, scale: str = "query", shift: bool = True):
         super().__init__()
         if dim % num_heads:
             raise ValueError(f"width {dim} is not a multiple of num_heads {num_heads}")
@@ -69,6 +78,7 @@ class RelativeSelfAttention(nn.Module):
         self.num_heads = num_heads
         self.head_dim = dim // num_heads
         self.scale = scale
+        self.shift = shift
         self.query = nn.Linear(dim, dim)
         self.key = nn.Linear(dim, dim, bias=False)
         self.value = nn.Linear(dim, dim)
@@ -79,16 +89,31 @@ class RelativeSelfAttention(nn.Module):
         self.dropout = Dropout(dropout)
 
     def forward(self, frames_BTD: Tensor, positions_RD: Tensor, mask: Tensor) -> Tensor:
-        """(B, T, D) from frames (B, T, D), encodings of the distances T-1 ... -T (R = 2T) and a mask of keys.
+        """(B, T, D) from frames (B, T, D), encodings of positions and a mask of keys.
 
+        positions_RD: of the distances T-1 ... -T (R = 2T); with shift=False of the positions of the keys (R = T).
         mask: (B, 1, T), or (B, T, T) with a row for each query. A query that may look at nothing gives zeros and no
         gradient. Masked frames must be finite.
         """
+        key, value = self._split(self.key(frames_BTD)), self._split(self.value(frames_BTD))
+        return self._attend(frames_BTD, key, value, positions_RD, mask)
+
+    def forward_chunk(
+        self, frames_BTD: Tensor, positions_RD: Tensor, mask: Tensor, past: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """The same for T frames that follow others, whose keys and values (H, B, L, D / H) are `past`.
+
+        S = L + T keys in all: positions of the distances S-1 ... -T or of the S keys, mask (B, 1 or T, S).
+        Returns the output and the keys and values of all S frames.
+        """
+        key = torch.cat([past[0], self._split(self.key(frames_BTD)).to(past[0].dtype)], dim=2)
+        value = torch.cat([past[1], self._split(self.value(frames_BTD)).to(past[1].dtype)], dim=2)
+        return self._attend(frames_BTD, key, value, positions_RD, mask), (key, value)
+
+    def _attend(self, frames_BTD: Tensor, key: Tensor, value: Tensor, positions_RD: Tensor, mask: Tensor) -> Tensor:
         batch_size, num_frames, _ = frames_BTD.shape
         # Heads come first, so that one product with the positions serves the whole batch.
         query = self._split(self.query(frames_BTD))
-        key = self._split(self.key(frames_BTD))
-        value = self._split(self.value(frames_BTD))
         position = self._split(self.position(positions_RD).unsqueeze(0)).squeeze(1)
 
         early, late = 1.0, 1.0 / math.sqrt(self.head_dim)
@@ -96,15 +121,26 @@ class RelativeSelfAttention(nn.Module):
             early, late = late, early
         content_query = (query + self.content_bias.to(query.dtype)) * early
         position_query = (query + self.position_bias.to(query.dtype)) * early
-        by_distance = position_query.flatten(1, 2) @ position.transpose(-2, -1)
+        of_positions = position_query.flatten(1, 2) @ position.transpose(-2, -1)
+        of_positions = of_positions.unflatten(1, (batch_size, num_frames))
+        if self.shift:
+            of_positions = relative_shift(of_positions)
         scores = content_query @ key.transpose(-2, -1)
-        scores.add_(relative_shift(by_distance.unflatten(1, (batch_size, num_frames))))
+        self._tell(content_scores=scores, position_scores=of_positions)
+        scores.add_(of_positions)
+        self._tell(scores=scores)
         if late != 1.0:
             scores = scores * late
+            self._tell(scaled_scores=scores)
 
         weights = self.dropout(masked_softmax(scores, mask).to(value.dtype))
         context = (weights @ value).permute(1, 2, 0, 3).flatten(2)
         return self.output(context).masked_fill(~mask.any(-1, keepdim=True), 0.0)
+
+    def _tell(self, **values: Tensor) -> None:
+        if self.observe is not None:
+            for name, value in values.items():
+                self.observe(name, value.detach())
 
     def _split(self, x: Tensor) -> Tensor:
         """(B, T, D) -> (H, B, T, D / H)"""

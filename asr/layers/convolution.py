@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -15,19 +16,26 @@ NORMS = ("batch_norm", "layer_norm")
 class ConvolutionModule(nn.Module):
     """Pointwise, gated linear unit, depthwise over time, norm, Swish, pointwise, dropout.
 
-    dim: width D. kernel_size: frames of the depthwise kernel, odd.
+    dim: width D. kernel_size: frames of the depthwise kernel, odd unless causal.
     norm: "batch_norm" over valid frames, or "layer_norm".
+    causal: the kernel ends at the frame itself. Frames of zeros precede the first one, at the module's input as in
+        WeNet, so that its weights give the same frames.
     """
 
-    def __init__(self, dim: int, kernel_size: int = 31, norm: str = "batch_norm", dropout: float = 0.0):
+    def __init__(
+        self, dim: int, kernel_size: int = 31, norm: str = "batch_norm", dropout: float = 0.0, causal: bool = False
+    ):
         super().__init__()
-        if kernel_size % 2 == 0:
+        if kernel_size % 2 == 0 and not causal:
             raise ValueError(f"kernel_size {kernel_size} must be odd, so that a frame stands in its middle")
         if norm not in NORMS:
             raise ValueError(f"conv_norm {norm!r} is none of {', '.join(NORMS)}")
+        self.causal = causal
         self.pointwise_in = nn.Linear(dim, 2 * dim)
         # Batch norm takes every mean away, and with it such a bias.
-        self.depthwise = nn.Conv1d(dim, dim, kernel_size, groups=dim, bias=norm == "layer_norm")
+        self.depthwise = nn.Conv1d(
+            dim, dim, kernel_size, padding=0 if causal else kernel_size // 2, groups=dim, bias=norm == "layer_norm"
+        )
         self.norm: MaskedBatchNorm | nn.LayerNorm
         self.norm = MaskedBatchNorm(dim) if norm == "batch_norm" else nn.LayerNorm(dim)
         self.pointwise_out = nn.Linear(dim, dim)
@@ -35,7 +43,28 @@ class ConvolutionModule(nn.Module):
 
     def forward(self, frames_BTD: Tensor, mask_BT: Tensor) -> Tensor:
         """(B, T, D) of frames (B, T, D); padding, masked out before the kernel passes over it, must be finite."""
-        x = zero_padding(F.glu(self.pointwise_in(frames_BTD), dim=-1), mask_BT)
+        x = self._gated(frames_BTD, mask_BT)
+        if self.causal:
+            x = torch.cat([self.past(x.size(0)).to(x.dtype), x], dim=1)
+        return self._finish(x, mask_BT)
+
+    def forward_chunk(self, frames_BTD: Tensor, mask_BT: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:
+        """The same, of a causal module, for frames that follow others, of which `past` (B, kernel - 1, D) is kept.
+
+        Returns the output and the `past` of the frames to come.
+        """
+        x = torch.cat([past, self._gated(frames_BTD, mask_BT).to(past.dtype)], dim=1)
+        return self._finish(x, mask_BT), x[:, x.size(1) - past.size(1) :]
+
+    def past(self, batch_size: int) -> Tensor:
+        """What precedes the first frame, (B, kernel - 1, D): gated frames of zeros."""
+        assert self.pointwise_in.bias is not None
+        return F.glu(self.pointwise_in.bias, dim=0).expand(batch_size, self.depthwise.kernel_size[0] - 1, -1)
+
+    def _gated(self, frames_BTD: Tensor, mask_BT: Tensor) -> Tensor:
+        return zero_padding(F.glu(self.pointwise_in(frames_BTD), dim=-1), mask_BT)
+
+    def _finish(self, x: Tensor, mask_BT: Tensor) -> Tensor:
         x = convolve_depthwise(x, self.depthwise)
         return self.dropout(self.pointwise_out(F.silu(self._normalise(x, mask_BT))))
 
@@ -47,11 +76,11 @@ class ConvolutionModule(nn.Module):
 
 
 def convolve_depthwise(frames_BTD: Tensor, convolution: nn.Conv1d) -> Tensor:
-    """The depthwise convolution over time of frames (B, T, D), with as many frames as before."""
+    """The depthwise convolution over time of frames (B, T, D)."""
     # Seen as an image of height 1, (B, T, D) already lies channels-last in memory. PyTorch then reads it in place,
     # where conv1d would transpose it: 4 to 8 times faster on a CPU.
     image = frames_BTD.transpose(1, 2).unsqueeze(2)
     weight = convolution.weight.unsqueeze(2)
-    padding = (0, convolution.kernel_size[0] // 2)
-    image = F.conv2d(image, weight, convolution.bias, padding=padding, groups=convolution.groups)
+    padding = int(convolution.padding[0])
+    image = F.conv2d(image, weight, convolution.bias, padding=(0, padding), groups=convolution.groups)
     return image.squeeze(2).transpose(1, 2)

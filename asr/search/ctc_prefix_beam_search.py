@@ -52,12 +52,24 @@ def ctc_prefix_beam_search(
     Returns one hypothesis per utterance. The score is the log-probability of the tokens over the paths that stayed in
     the beam; a token's frame is where the likeliest path of the hypothesis first emits it.
     """
+    log_probs = valid_log_probs(head, encoded)
+    prefixes = likeliest_prefixes(log_probs, head.blank_id, beam, tokens_per_frame)
+    tokens = [
+        row[:length].tolist()
+        for row, length in zip(prefixes.tokens[:, 0].cpu(), prefixes.lens[:, 0].tolist(), strict=True)
+    ]
+    frames = emission_frames(log_probs, tokens, head.blank_id)
+    scores = prefixes.total[:, 0].tolist()
+    return [Hypothesis(*fields) for fields in zip(tokens, frames, scores, strict=True)]
+
+
+def likeliest_prefixes(log_probs: Tensor, blank_id: int, beam: int, tokens_per_frame: int) -> Prefixes:
+    """The `beam` likeliest token sequences of log-probabilities (B, T, V) as `valid_log_probs` gives them."""
     if beam < 1 or tokens_per_frame < 1:
         raise ValueError(f"beam={beam} and tokens_per_frame={tokens_per_frame} must both be at least 1")
-    log_probs = valid_log_probs(head, encoded)
     batch_size, num_frames, vocab_size = log_probs.shape
     without_blank = log_probs.clone()
-    without_blank[:, :, head.blank_id] = NEVER
+    without_blank[:, :, blank_id] = NEVER
     likeliest_BTC = without_blank.topk(min(tokens_per_frame, vocab_size - 1), dim=2)
 
     prefixes = _empty_prefixes(batch_size, beam, num_frames, log_probs)
@@ -67,17 +79,10 @@ def ctc_prefix_beam_search(
             log_probs[:, frame],
             likeliest_BTC.values[:, frame],
             likeliest_BTC.indices[:, frame],
-            head.blank_id,
+            blank_id,
             longest=frame,
         )
-
-    tokens = [
-        row[:length].tolist()
-        for row, length in zip(prefixes.tokens[:, 0].cpu(), prefixes.lens[:, 0].tolist(), strict=True)
-    ]
-    frames = emission_frames(log_probs, tokens, head.blank_id)
-    scores = prefixes.total[:, 0].tolist()
-    return [Hypothesis(*fields) for fields in zip(tokens, frames, scores, strict=True)]
+    return prefixes
 
 
 def _empty_prefixes(batch_size: int, beam: int, num_frames: int, like: Tensor) -> Prefixes:

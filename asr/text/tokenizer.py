@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from asr.text.listed_tokenizer import ListedTokenizer
 from asr.text.normalise import Normaliser
 from asr.text.sentencepiece_tokenizer import SentencePieceTokenizer
 from asr.text.symbol_tokenizers import ByteTokenizer, CharTokenizer, WordTokenizer
@@ -19,7 +20,8 @@ KINDS = ("char", "bpe", "unigram", "byte", "word")
 
 
 class Tokenizer(Protocol):
-    """Ids run from 0, the blank, to vocab_size - 1. Every text passes `normaliser` before it is encoded.
+    """Ids run from 0 to vocab_size - 1; 0 is the blank unless another system's list says otherwise. Every text passes
+    `normaliser` before it is encoded.
 
     Special tokens cannot be written: text that spells "<blk>" or "<unk>" is encoded as text.
     """
@@ -100,12 +102,13 @@ def train_tokenizer(
 
 def tokenizer_from_state(state: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer whose `state_dict()` was stored. ValueError for a state of another kind of thing."""
-    classes: dict[str, type[CharTokenizer | ByteTokenizer | SentencePieceTokenizer]] = {
+    classes: dict[str, type[CharTokenizer | ByteTokenizer | SentencePieceTokenizer | ListedTokenizer]] = {
         "char": CharTokenizer,
         "word": WordTokenizer,
         "byte": ByteTokenizer,
         "bpe": SentencePieceTokenizer,
         "unigram": SentencePieceTokenizer,
+        "listed": ListedTokenizer,
     }
     kind = str(state.get("kind"))
     if kind not in classes:
@@ -124,9 +127,9 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
     except json.JSONDecodeError as error:
         raise ValueError(f"{folder / 'tokenizer.json'} is broken: {error}") from error
     state = settings | {"tokens": read_tokens(folder / "tokens.txt")}
-    if state.get("kind") in ("bpe", "unigram"):
-        if not (folder / "bpe.model").is_file():
-            raise ValueError(f"{folder} holds no tokenizer: bpe.model is missing")
+    if state.get("kind") in ("bpe", "unigram") and not (folder / "bpe.model").is_file():
+        raise ValueError(f"{folder} holds no tokenizer: bpe.model is missing")
+    if (folder / "bpe.model").is_file():
         state["model"] = torch.frombuffer(bytearray((folder / "bpe.model").read_bytes()), dtype=torch.uint8)
     try:
         tokenizer = tokenizer_from_state(state)
@@ -138,3 +141,12 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
             "changed after they were written); restore them from the run's checkpoint or train the tokenizer again"
         )
     return tokenizer
+
+
+def saved_tokenizer(folder: str, texts: Iterable[str] = ()) -> Tokenizer:
+    """The tokenizer of a run (its folder, or `tokenizer` in it), whatever the training `texts` are.
+
+    Raises ValueError as `load_tokenizer` does.
+    """
+    inside = Path(folder) / "tokenizer"
+    return load_tokenizer(inside if inside.is_dir() else folder)

@@ -16,13 +16,15 @@ import torch
 from asr.config import TrainerSettings
 from asr.layers.schedule import set_batch_count
 from asr.model import AsrModel
+from asr.scoring.files import format_rate
 from asr.training.averaging import RunningAverage
 from asr.training.checkpoint import CheckpointFolder, generator_states, restore_generators
 from asr.training.distributed import World, average_buffers, gather
+from asr.training.mfu import counting_flops
 from asr.training.monitor import Monitor, SkippedItems, clock, part_figures, peak_memory_bytes
 from asr.training.precision import NumericsError, PrecisionMode
 from asr.training.schedule import Schedule, apply_schedule
-from asr.training.step import train_step
+from asr.training.step import StepResult, train_step
 from asr.training.validate import Validation
 from asr.types import Batch
 
@@ -63,6 +65,14 @@ class Progress:
         """
         finite = [entry for entry in self.valid if entry[key] is not None and math.isfinite(entry["loss"])]
         return min(finite, key=lambda entry: entry[key], default=None)
+
+    def outcome(self) -> str:
+        """How the run ended, in one line."""
+        best = self.best()
+        if best is None:
+            return "no dev WER: no validation had a finite loss and words to compare"
+        last = format_rate(self.valid[-1]["wer"])
+        return f"dev WER {last}% after the last epoch, best {best['wer']:.2f}% in epoch {best['epoch']}"
 
 
 class Trainer:
@@ -163,15 +173,7 @@ class Trainer:
         progress.step += 1
         lr = apply_schedule(self.optimizer, self.schedule, progress.step, progress.epoch)
         set_batch_count(self.model, progress.step * self.reference_batches)
-        result = train_step(
-            self.model,
-            group,
-            self.optimizer,
-            self.precision,
-            self.settings.clip_norm,
-            self.world,
-            self.precision.device,
-        )
+        result = self._train(group)
         if result.finite:
             progress.skipped_in_a_row = 0
             progress.loss_sum += result.loss * result.num_utterances
@@ -183,6 +185,19 @@ class Trainer:
         self.monitor.step(progress.step, progress.epoch, result, lr, self.precision.scale)
         if self.precision.collapsed or progress.skipped_in_a_row >= self.settings.max_skipped:
             raise NumericsError(self._why_stopped())
+
+    def _train(self, group: list[Batch]) -> StepResult:
+        def step() -> StepResult:
+            return train_step(
+                self.model, group, self.optimizer, self.precision, self.settings.clip_norm, self.world,
+                self.precision.device,
+            )  # fmt: skip
+
+        if not self.monitor.wants_flops:
+            return step()
+        result, flops = counting_flops(step)
+        self.monitor.flops(flops, sum(batch.audio_seconds for batch in group))
+        return result
 
     def _why_stopped(self) -> str:
         good = next((path.name for path in self.checkpoints.newest_first()), None)

@@ -30,12 +30,17 @@ class Monitor:
         log_every: steps between log lines.
         total_steps: expected, for the time left.
         progress: whether to draw a bar (on a terminal only).
+        peak_flops: of all GPUs of the run together, for the utilisation; None leaves it out.
     """
 
-    def __init__(self, folder: Path | None, log_every: int, total_steps: int, progress: bool):
+    def __init__(
+        self, folder: Path | None, log_every: int, total_steps: int, progress: bool, peak_flops: float | None = None
+    ):
         self.folder = folder
         self.log_every = log_every
         self.total_steps = total_steps
+        self.peak_flops = peak_flops
+        self._flops_per_audio_second: float | None = None
         self.writer = SummaryWriter(str(folder / "tensorboard")) if folder else None
         self.bar = (
             tqdm(total=total_steps, unit="step", dynamic_ncols=True, disable=None) if folder and progress else None
@@ -52,6 +57,16 @@ class Monitor:
     def waited(self, seconds: float) -> None:
         """Time that a step spent waiting for data."""
         self._waited += seconds
+
+    @property
+    def wants_flops(self) -> bool:
+        """Whether the next step is to be counted."""
+        return self.folder is not None and self.peak_flops is not None and self._flops_per_audio_second is None
+
+    def flops(self, flops: int, audio_seconds: float) -> None:
+        """What one step on so many seconds of audio came to; the steps after it are taken to be like it."""
+        if audio_seconds:
+            self._flops_per_audio_second = flops / audio_seconds
 
     def step(self, step: int, epoch: int, result: StepResult, lr: float, scale: float) -> None:
         """Take in one step; every `log_every`-th writes a line of means."""
@@ -91,16 +106,20 @@ class Monitor:
             "peak_memory_mb": peak_memory_bytes() / 2**20,
             "steps_per_second": len(window) / seconds,
         }
+        if self._flops_per_audio_second and self.peak_flops:
+            audio_per_second = sum(r.audio_seconds for r in window) / seconds
+            figures["mfu"] = self._flops_per_audio_second * audio_per_second / self.peak_flops
         if scale != 1.0:
             figures["loss_scale"] = scale
         self.write({"kind": "train", "step": step, "epoch": epoch, **figures})
         left = max(0, self.total_steps - step) * elapsed / done
         log.info(
             "epoch %d step %d  loss %.4f  |grad| %.2f (clipped %.0f%%)  lr %.2e  %.0f s audio/s  padding %.0f%%  "
-            "waiting for data %.0f%%  %.0f MB  left %s",
+            "waiting for data %.0f%%  %.0f MB  %sleft %s",
             epoch, step, figures["loss"], figures["grad_norm"], 100 * figures["clipped_share"], lr,
             3600 * figures["audio_hours_per_second"], 100 * figures["padding_share"],
-            100 * figures["data_wait_share"], figures["peak_memory_mb"], clock(left),
+            100 * figures["data_wait_share"], figures["peak_memory_mb"],
+            f"MFU {100 * figures['mfu']:.0f}%  " if "mfu" in figures else "", clock(left),
         )  # fmt: skip
         self._start_window()
 

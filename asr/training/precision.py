@@ -31,13 +31,6 @@ def resolve_precision(mode: str, device: torch.device) -> str:
             "8 to 30 times slower than fp32; amp_bf16 is the faster choice there.",
             stacklevel=2,
         )
-    if mode == "bf16":
-        warnings.warn(
-            "precision=bf16 keeps the parameters themselves in bfloat16: an update of less than about 0.4% of a weight "
-            "is rounded away (norm weights of 1.0 stay where they are at learning rates below 4e-3). "
-            "amp_bf16 keeps them in fp32 and is nearly as fast.",
-            stacklevel=2,
-        )
     return mode
 
 

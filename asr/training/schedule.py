@@ -69,15 +69,40 @@ class WarmupHoldDecay:
 class WarmupInverseSqrt:
     """Linear warm-up, then decay with the inverse square root of the step (Noam; WeNet's WarmupLR).
 
-    The factor is 1 at `warmup_steps`.
+    The factor is 1 at `warmup_steps`. Where `total_steps` is given, warm-up takes a third of it at most: a short run
+    would never reach its learning rate.
     """
 
-    def __init__(self, warmup_steps: int = 25000):
-        self.warmup_steps = max(1, warmup_steps)
+    def __init__(self, warmup_steps: int = 25000, total_steps: int | None = None):
+        self.warmup_steps = max(1, warmup_steps if total_steps is None else min(warmup_steps, total_steps // 3))
 
     def factor(self, step: int, epoch: int) -> float:
         step = max(1, step)
-        return self.warmup_steps**0.5 * min(step**-0.5, step * self.warmup_steps**-1.5)
+        return min(step / self.warmup_steps, (self.warmup_steps / step) ** 0.5)
+
+
+class Eden:
+    """Falls with the fourth root of steps and of epochs, after a short linear warm-up (icefall's zipformer recipe).
+
+    (1 + (step / lr_steps)^2)^-1/4 * (1 + (epochs done / lr_epochs)^2)^-1/4, and for the first `warmup_steps` times a
+    factor that rises from `warmup_start` to 1.
+    """
+
+    def __init__(
+        self, lr_steps: float = 7500, lr_epochs: float = 3.5, warmup_steps: int = 500, warmup_start: float = 0.1
+    ):
+        self.lr_steps = lr_steps
+        self.lr_epochs = lr_epochs
+        self.warmup_steps = warmup_steps
+        self.warmup_start = warmup_start
+
+    def factor(self, step: int, epoch: int) -> float:
+        in_steps = 1 + (step / self.lr_steps) ** 2
+        in_epochs = 1 + ((epoch - 1) / self.lr_epochs) ** 2
+        warmup = 1.0
+        if step < self.warmup_steps:
+            warmup = self.warmup_start + (1 - self.warmup_start) * step / self.warmup_steps
+        return warmup * (in_steps * in_epochs) ** -0.25
 
 
 def apply_schedule(optimizer: torch.optim.Optimizer, schedule: Schedule, step: int, epoch: int) -> float:

@@ -20,7 +20,7 @@ class StepResult:
     """What one step did, on all ranks together.
 
     loss: mean over feasible utterances.
-    loss_parts: the same of its weighted parts, which add up to it.
+    loss_parts: weighted parts of this rank's own mean, which needs no message between ranks.
     grad_norm: before clipping; NaN where no utterance was feasible.
     suspects: of a step that was not finite, the utterances whose losses were not, or all where only the gradient was.
     """
@@ -42,7 +42,7 @@ def train_step(
     batches: list[Batch],
     optimizer: torch.optim.Optimizer,
     precision: PrecisionMode,
-    clip_norm: float,
+    clip_norm: float | None,
     world: World,
     device: torch.device,
 ) -> StepResult:
@@ -75,8 +75,7 @@ def train_step(
             part_sums[name] = part_sums.get(name, 0.0) + float(part_B.detach().sum())
         suspects += [batch.ids[i] for i in torch.nonzero(~own.isfinite()).flatten().tolist()]
     sum_gradients(model.parameters(), world)
-    loss_parts = _means(part_sums, num_utterances, world, device)
-    loss = sum(loss_parts.values())
+    loss = totals([sum(part_sums.values())], world, device)[0] / max(1, num_utterances)
 
     norm, clipped = math.nan, False
     if num_utterances:
@@ -84,11 +83,12 @@ def train_step(
         parameters = [p for p in model.parameters() if p.grad is not None]
         norm_tensor = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         norm = float(norm_tensor)
-        clipped = norm > clip_norm
+        clipped = clip_norm is not None and norm > clip_norm
         finite = math.isfinite(loss) and math.isfinite(norm)
-        if finite:
+        if finite and clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm_tensor)
         precision.step(optimizer, finite)
+        clipped = clipped or (finite and getattr(optimizer, "clipped", False))
     else:
         finite = math.isfinite(loss)
     if not (finite and num_utterances):
@@ -98,7 +98,7 @@ def train_step(
         suspects = suspects or [name for names in gather([i for b in batches for i in b.ids], world) for name in names]
     return StepResult(
         loss=loss,
-        loss_parts=loss_parts,
+        loss_parts={name: value / max(1, figures[0]) for name, value in part_sums.items()},
         grad_norm=norm,
         finite=finite,
         clipped=clipped,
@@ -114,13 +114,6 @@ def count_feasible(model: AsrModel, batch: Batch) -> Tensor:
     """How many utterances of the batch have frames enough for their transcripts."""
     lens_B = model.encoder.output_lens(batch.feature_lens)
     return model.head.feasible(lens_B, batch.tokens, batch.token_lens).sum()
-
-
-def _means(sums: dict[str, float], count: float, world: World, device: torch.device) -> dict[str, float]:
-    """Sums of this rank to means over all ranks. A rank whose group was empty knows no names."""
-    names = sorted({name for of_rank in gather(list(sums), world) for name in of_rank})
-    summed = totals([sums.get(name, 0.0) for name in names], world, device)
-    return {name: value / max(1, count) for name, value in zip(names, summed, strict=True)}
 
 
 @torch.no_grad()

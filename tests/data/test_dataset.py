@@ -7,6 +7,7 @@ import torch
 
 from asr.data.augment import random_volume
 from asr.data.dataset import SpeechDataset
+from asr.data.store import FeatureStore
 from asr.features.fbank import Fbank
 
 
@@ -68,3 +69,33 @@ def test_dither_is_a_function_of_seed_epoch_and_cut(make_wavs, letters):
     torch.rand(7)
     assert torch.equal(first, dataset[cuts, 1].features)
     assert not torch.equal(first, dataset[cuts, 2].features)
+
+
+def test_stored_features_are_computed_once_and_the_same_every_time(make_wavs, letters, tmp_path):
+    cuts, calls, fbank = make_wavs([0.3, 0.2]), [], Fbank(num_mel_bins=23)
+
+    def counting(samples):
+        calls.append(len(samples))
+        return fbank(samples)
+
+    dataset = SpeechDataset(counting, 23, letters, store=FeatureStore(tmp_path / "features"))
+    first, second = dataset[cuts, 1], dataset[cuts, 2]
+    assert len(calls) == 2 and torch.equal(first.features, second.features)
+    exact = SpeechDataset(fbank, 23, letters)[cuts, 1].features
+    torch.testing.assert_close(first.features, exact, atol=0.01, rtol=0)
+    augmented = SpeechDataset(counting, 23, letters, 0, (random_volume_of_6db,), FeatureStore(tmp_path / "features"))
+    assert not torch.equal(augmented[cuts, 1].features, first.features), "what changes every epoch is not stored"
+
+
+def test_a_broken_stored_file_is_named(make_wavs, two_features, letters, tmp_path):
+    cuts = make_wavs([0.3])
+    dataset = SpeechDataset(two_features, 2, letters, store=FeatureStore(tmp_path / "features"))
+    _ = dataset[cuts, 1]
+    (stored,) = (tmp_path / "features").rglob("*.npy")
+    stored.write_bytes(stored.read_bytes()[:100])
+    ((name, reason),) = dataset[cuts, 1].skipped
+    assert name == "c00" and str(stored) in reason and "delete it" in reason
+
+
+def random_volume_of_6db(cut, generator):
+    return random_volume(cut, generator, 6.0, 6.0)

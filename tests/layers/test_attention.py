@@ -8,9 +8,9 @@ from asr.layers.masks import length_mask
 from asr.layers.positional import RelativePositionalEncoding
 
 
-def make(dim=8, num_heads=2, scale="query", seed=0):
+def make(dim=8, num_heads=2, scale="query", seed=0, shift=True):
     torch.manual_seed(seed)
-    attention = RelativeSelfAttention(dim, num_heads, scale=scale).eval()
+    attention = RelativeSelfAttention(dim, num_heads, scale=scale, shift=shift).eval()
     torch.nn.init.normal_(attention.content_bias)
     torch.nn.init.normal_(attention.position_bias)
     return attention, RelativePositionalEncoding(dim)
@@ -37,7 +37,7 @@ def loop_reference(attention, x):
         scores = torch.empty(num_frames, num_frames)
         for i in range(num_frames):
             for j in range(num_frames):
-                r = attention.position(sinusoid(i - j, dim))[part]
+                r = attention.position(sinusoid(i - j if attention.shift else j, dim))[part]
                 scores[i, j] = ((q[i] + u) @ k[j] + (q[i] + w) @ r) / math.sqrt(head_dim)
         heads.append(scores.softmax(-1) @ v)
     return attention.output(torch.cat(heads, -1))
@@ -53,6 +53,47 @@ def test_equals_a_loop_over_all_pairs(num_frames, scale):
         torch.testing.assert_close(row, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("scale", ["query", "scores"])
+def test_without_the_shift_a_key_has_its_own_position(scale):
+    attention, positions = make(scale=scale, shift=False)
+    x = torch.randn(2, 5, 8)
+    output = attention(x, positions.of_positions(0, 5, x), all_visible(x))
+    for row, frames in zip(output, x, strict=True):
+        torch.testing.assert_close(row, loop_reference(attention, frames), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shift", [True, False])
+@pytest.mark.parametrize("num_last", [1, 2, 5])
+def test_frames_that_follow_others_attend_as_the_last_ones_of_all(shift, num_last):
+    attention, positions = make(shift=shift)
+    x = torch.randn(2, 7, 8)
+    place = positions(x)[1] if shift else positions.of_positions(0, 7, x)
+    whole = attention(x, place, all_visible(x))
+    first, last = x[:, :-num_last], x[:, -num_last:]
+    nothing = torch.zeros(2, 2, 0, 4)
+    start = positions(first)[1] if shift else positions.of_positions(0, 7 - num_last, x)
+    _, past = attention.forward_chunk(first, start, all_visible(first), (nothing, nothing))
+    place = positions.of_distances(num_last, 7, x) if shift else place
+    output, (keys, values) = attention.forward_chunk(last, place, all_visible(x), past)
+    torch.testing.assert_close(output, whole[:, -num_last:], atol=1e-6, rtol=1e-5)
+    assert keys.shape == values.shape == (2, 2, 7, 4)
+
+
+@pytest.mark.parametrize("scale", ["query", "scores"])
+def test_an_observer_sees_the_scores_of_both_products_and_their_sum(scale):
+    attention, positions = make(scale=scale)
+    x = torch.randn(2, 5, 8)
+    seen = {}
+    attention.observe = lambda name, value: seen.setdefault(name, value.clone())
+    observed = attention(x, positions(x)[1], all_visible(x))
+    torch.testing.assert_close(seen["scores"], seen["content_scores"] + seen["position_scores"])
+    assert seen["scores"].shape == (2, 2, 5, 5)
+    if scale == "scores":
+        torch.testing.assert_close(seen["scaled_scores"] * math.sqrt(4), seen["scores"])
+    attention.observe = None
+    assert torch.equal(attention(x, positions(x)[1], all_visible(x)), observed)
+
+
 def test_shift_puts_each_distance_on_its_diagonal_and_tells_left_from_right():
     num_frames = 5
     distances = torch.arange(num_frames - 1, -num_frames - 1, -1.0).expand(num_frames, -1)
@@ -62,8 +103,9 @@ def test_shift_puts_each_distance_on_its_diagonal_and_tells_left_from_right():
     assert not torch.equal(shifted, shifted.T)
 
 
-def test_shift_gradient():
-    scores = torch.randn(2, 4, 8, dtype=torch.float64, requires_grad=True)
+@pytest.mark.parametrize("num_keys", [4, 6])
+def test_shift_gradient(num_keys):
+    scores = torch.randn(2, 4, 4 + num_keys, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(relative_shift, (scores,))
 
 

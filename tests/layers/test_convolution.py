@@ -92,6 +92,31 @@ def test_convolution_module_does_not_see_padding(norm, training):
     torch.testing.assert_close(module(wide, length_mask(lens, 10))[:, :6], alone, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("norm", ["batch_norm", "layer_norm"])
+def test_a_causal_module_sees_no_later_frame_and_goes_on_from_what_it_kept(norm):
+    torch.manual_seed(0)
+    module = ConvolutionModule(8, 4, norm, causal=True).eval()
+    x, mask = torch.randn(2, 9, 8), torch.ones(2, 9, dtype=torch.bool)
+    whole = module(x, mask)
+    changed = x.clone()
+    changed[:, 5:] += 1
+    assert torch.equal(module(changed, mask)[:, :5], whole[:, :5])
+    past, parts = module.past(2), []
+    for start, stop in ((0, 1), (1, 6), (6, 9)):
+        output, past = module.forward_chunk(x[:, start:stop], mask[:, start:stop], past)
+        assert past.shape == (2, 3, 8)
+        parts.append(output)
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=1e-6, rtol=1e-5)
+
+
+def test_frames_of_zeros_precede_the_first_one_of_a_causal_module():
+    torch.manual_seed(0)
+    module = ConvolutionModule(8, 4, "layer_norm", causal=True)
+    x = torch.randn(1, 6, 8)
+    late = module(torch.cat([torch.zeros(1, 3, 8), x], dim=1), torch.ones(1, 9, dtype=torch.bool))
+    torch.testing.assert_close(module(x, torch.ones(1, 6, dtype=torch.bool)), late[:, 3:], atol=1e-6, rtol=1e-5)
+
+
 def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match="kernel_size 30 must be odd"):
         ConvolutionModule(8, 30)

@@ -12,6 +12,12 @@ def test_any_length_and_the_middle_row_is_distance_zero():
         assert torch.equal(encodings[num_frames - 1], torch.tensor([0.0, 1.0] * 4))
 
 
+def test_positions_are_distances_from_the_first_frame_and_may_be_negative():
+    positions, like = RelativePositionalEncoding(8), torch.zeros(1, 5, 8)
+    assert torch.equal(positions.of_positions(0, 5, like), positions.of_distances(1, 5, like)[:5].flip(0))
+    assert torch.equal(positions.of_positions(-3, 9, like)[3:8], positions.of_positions(0, 5, like))
+
+
 def test_opposite_distances_differ():
     encodings = RelativePositionalEncoding(8)(torch.zeros(1, 4, 8))[1]
     assert not torch.allclose(encodings[2], encodings[4])

@@ -36,7 +36,7 @@ class Stack(nn.Module):
         if self.downsample is not None:
             x, lens_B = self.downsample(x, lens_B)
         mask_BT = length_mask(lens_B, x.size(1))
-        positions_RP = self.position_dropout(self.positions.encodings(x.size(1), x))
+        positions_RP = self.position_dropout(self.positions.of_distances(x.size(1), x.size(1), x))
         x = _masked(x, channel_mask_B1D)
         for layer in self.layers:
             x = _masked(layer(x, positions_RP, mask_BT), channel_mask_B1D)
