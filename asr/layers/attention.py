@@ -31,16 +31,26 @@ class _RelativeShift(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:
-        full = grad.new_zeros(*grad.shape[:-1], grad.size(-2) + grad.size(-1))
-        _shifted_view(full).copy_(grad)
+        num_queries, num_keys = grad.shape[-2:]
+        full = grad.new_empty(*grad.shape[:-1], num_keys + num_queries)
+        # Every number is written once: before the first row, the rows and what lies between them, after the last.
+        full[..., 0, : num_queries - 1] = 0.0
+        rows = _shifted_rows(full)
+        rows[..., :num_keys] = grad
+        rows[..., num_keys:] = 0.0
+        full[..., -1, -1] = 0.0
         return full
 
 
 def _shifted_view(scores: Tensor) -> Tensor:
+    num_queries, num_distances = scores.shape[-2:]
+    return _shifted_rows(scores)[..., : num_distances - num_queries]
+
+
+def _shifted_rows(scores: Tensor) -> Tensor:
     # Each row starts one column earlier than the row above: in memory the rows lie S + T - 1 numbers apart, from T - 1.
     num_queries, num_distances = scores.shape[-2:]
-    flat = scores.flatten(-2)[..., num_queries - 1 : -1]
-    return flat.unflatten(-1, (num_queries, num_distances - 1))[..., : num_distances - num_queries]
+    return scores.flatten(-2)[..., num_queries - 1 : -1].unflatten(-1, (num_queries, num_distances - 1))
 
 
 class RelativeSelfAttention(nn.Module):
