@@ -12,6 +12,7 @@ import hydra
 
 from asr.command import report_errors
 from asr.config import DecodeSettings, check, check_overrides
+from asr.targets import nearest
 
 if TYPE_CHECKING:  # see train.py
     from omegaconf import DictConfig
@@ -24,6 +25,10 @@ log = logging.getLogger("decode")
 
 # Options of other toolkits' decode scripts are taken as they are typed there.
 FLAGS = {"run_dir", "epoch", "iter", "avg", "use_averaged_model", "method", "precision", "device", "select"}
+HYDRA_FLAGS = {
+    "help", "hydra_help", "version", "cfg", "resolve", "package", "run", "multirun", "shell_completion", "config_path",
+    "config_name", "config_dir", "experimental_rerun", "info",
+}  # fmt: skip
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="decode")
@@ -51,14 +56,14 @@ def decode(settings: DecodeSettings, run_dir: Path) -> list[dict[str, Any]]:
     from asr.training.checkpoint import load_weights
     from asr.training.distributed import connect
     from asr.training.precision import PrecisionMode
-    from asr.training.run_folder import git_commit
+    from asr.training.run_folder import git_commit, safe_name
     from asr.training.select import select_weights
 
     _, device = connect(settings.device)
     precision = PrecisionMode(settings.precision.value, device)
     best = settings.select.value == "best"
     newest = select_weights(run_dir, settings.epoch, settings.iter, use_averaged_model=False)
-    trained = build.settings_of_run(newest.checkpoint)
+    trained = build.settings_of_run(newest.checkpoint, settings.encoder)
     tokenizer = tokenizer_from_state(newest.checkpoint["tokenizer"])
     model = build.build_model(trained, tokenizer)
     method = settings.method or model.head.searches[0]
@@ -66,6 +71,7 @@ def decode(settings: DecodeSettings, run_dir: Path) -> list[dict[str, Any]]:
         raise ValueError(f"method={method}: this run's head offers {', '.join(model.head.searches)}")
     search = build.build_search(build.search_settings(method, settings.search))
     model.to(device)
+    named = safe_name(",".join([method, *(f"{key}={value}" for key, value in settings.encoder.items())]))
 
     def use(avg: int) -> Selection:
         chosen = select_weights(run_dir, settings.epoch, settings.iter, avg, settings.use_averaged_model, best)
@@ -86,22 +92,23 @@ def decode(settings: DecodeSettings, run_dir: Path) -> list[dict[str, Any]]:
     if not settings.data.test and build.data_has_changed(newest.checkpoint, trained):
         log.warning("%s has changed since this run was trained", build.prepared_folder(trained))
     chosen = use(avg)
-    log.info("decoding by %s with the %s", method, chosen.how)
+    log.info("decoding by %s with the %s", named, chosen.how)
     results = []
     for name, cuts in build.sets_to_decode(settings, trained).items():
         utterances, decoded = recognise(name, cuts)
-        folder = run_dir / "decode" / f"{name}-{method}-{chosen.label}"
+        folder = run_dir / "decode" / f"{name}-{named}-{chosen.label}"
         meta = {
             "set": name,
-            "method": method,
+            "method": named,
             "epoch": chosen.number if chosen.kind == "epoch" else None,
             "iter": chosen.number if chosen.kind == "step" else None,
             "avg": chosen.avg,
             "rtf": decoded.real_time_factor,
             "commit": git_commit(),
             "checksum": chosen.checksum(),
-            "extra": {"averaging": chosen.how, "search": settings.search, "precision": settings.precision.value,
-                      "unreadable": decoded.unreadable, "audio_seconds": decoded.audio_seconds},
+            "extra": {"averaging": chosen.how, "search": settings.search, "encoder": settings.encoder,
+                      "precision": settings.precision.value, "unreadable": decoded.unreadable,
+                      "audio_seconds": decoded.audio_seconds},
         }  # fmt: skip
         result = write_results(folder, utterances, meta, build.scoring_unit(utterances))
         results.append(result)
@@ -138,8 +145,11 @@ def flags_to_overrides(arguments: list[str]) -> list[str]:
             value = next(waiting, "")
             if not value or value.startswith("--"):
                 sys.exit(f"error: {flag}: give a value, as in {flag} VALUE")
-        if argument.startswith("search."):
-            argument = f"++{argument}"  # which options there are depends on the method
+        elif key and key not in FLAGS | HYDRA_FLAGS:
+            known = [f"--{name.replace('_', '-')}" for name in FLAGS]
+            sys.exit(f"error: {flag}: no such option{nearest(flag, known)}")
+        if argument.startswith(("search.", "encoder.")):
+            argument = f"++{argument}"  # which options there are depends on the method and on the run
         turned.append(f"{key}={value}" if key in FLAGS else argument)
     return turned
 

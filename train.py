@@ -70,6 +70,7 @@ def train(settings: TrainSettings, run_dir: Path, world: World, device: Any) -> 
     from asr.training.pictures import Pictures
     from asr.training.precision import PrecisionMode, resolve_precision
     from asr.training.profile import profiled
+    from asr.training.scan import scan_memory
     from asr.training.validate import validate
 
     if device.type == "cpu":
@@ -129,6 +130,11 @@ def train(settings: TrainSettings, run_dir: Path, world: World, device: Any) -> 
             if before != now:
                 trainer.restart_epoch(f"data.{key}={now} (it was {before}) makes other batches")
         log.info("continuing from %s: epoch %d, step %d", path, trainer.progress.epoch, trainer.progress.step)
+    scan = settings.trainer.scan_memory
+    if scan or (scan is None and device.type == "cuda"):
+        scan_memory(
+            model, optimizer, data.train, trainer.progress.epoch, tokenizer.encode, precision, settings.data,
+        )  # fmt: skip
     log.info(
         "%s with %s: %.2f M parameters, %d steps planned",
         type(model.encoder).__name__, type(model.head).__name__,
@@ -140,10 +146,7 @@ def train(settings: TrainSettings, run_dir: Path, world: World, device: Any) -> 
             progress = trainer.fit()
     finally:
         monitor.close()
-    best = progress.best()
-    if best:
-        log.info("dev WER %.2f%% after the last epoch, best %.2f%% in epoch %d",
-                 progress.valid[-1]["wer"] or float("nan"), best["wer"], best["epoch"])  # fmt: skip
+    log.info("%s", progress.outcome())
     log.info("decode with: python decode.py run_dir=%s avg=%d", run_dir, max(1, min(5, progress.epoch - 1)))
 
 

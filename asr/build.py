@@ -112,10 +112,10 @@ def report_tokens(splits: dict[str, Path], tokenizer: Tokenizer, settings: Train
         unknown, examples = tokenizer.unknown_share(of_split)
         if unknown > 0.01:
             named = ", ".join(f"{unit!r}" for unit, _ in examples.most_common(10))
-            log.warning(
-                "%s: %.0f%% unknown to the tokenizer (%s): do case and script of the texts match it?",
-                split, 100 * unknown, named,
-            )  # fmt: skip
+            told = f"{split}: {100 * unknown:.0f}% unknown to the tokenizer ({named}): do case and script of the texts"
+            if unknown > settings.data.max_unknown:
+                raise ValueError(f"{told} match it? More than data.max_unknown={settings.data.max_unknown} is refused")
+            log.warning("%s match it?", told)
 
 
 def build_model(settings: TrainSettings, tokenizer: Tokenizer) -> AsrModel:
@@ -220,9 +220,10 @@ def feature_store(settings: TrainSettings) -> FeatureStore | None:
     return FeatureStore(Path(settings.data.stored_features) / stamp)
 
 
-def settings_of_run(checkpoint: dict[str, Any]) -> TrainSettings:
-    """The settings a checkpoint was trained with."""
-    return check(OmegaConf.create(checkpoint["config"]))
+def settings_of_run(checkpoint: dict[str, Any], encoder: dict[str, Any] | None = None) -> TrainSettings:
+    """The settings a checkpoint was trained with, with changes to the encoder. Raises ConfigError for wrong ones."""
+    config = checkpoint["config"]
+    return check(OmegaConf.create({**config, "encoder": {**config["encoder"], **(encoder or {})}}))
 
 
 def sets_to_decode(settings: DecodeSettings, trained: TrainSettings) -> dict[str, list[Cut]]:

@@ -83,6 +83,7 @@ class TrainerSettings:
     num_threads: int | None = None
     progress: bool = True
     pictures: bool = True
+    scan_memory: bool | None = None
     profile: bool = False
     detect_anomaly: bool = False
 
@@ -97,6 +98,7 @@ class DataSettings:
     train: str | None = None
     dev: str | None = None
     test: str | None = None
+    max_unknown: float = 0.5
     min_duration: float = 0.3
     max_utterance: float = 20.0
     max_duration: float = 100.0
@@ -159,6 +161,7 @@ class DecodeSettings:
     select: CheckpointChoice = CheckpointChoice.last
     method: str | None = None
     search: dict[str, Any] = field(default_factory=dict)
+    encoder: dict[str, Any] = field(default_factory=dict)
     precision: Precision = Precision.fp32
     device: str = "auto"
     data: DecodeDataSettings = field(default_factory=DecodeDataSettings)
@@ -332,6 +335,8 @@ def _train_faults(settings: TrainSettings) -> list[str]:
         faults.append(f"data.num_workers={data.num_workers}: must be 0 or more")
     if data.min_duration >= data.max_utterance:
         faults.append(f"data.min_duration={data.min_duration}: must be below data.max_utterance={data.max_utterance}")
+    if not 0 <= data.max_unknown <= 1:
+        faults.append(f"data.max_unknown={data.max_unknown}: a share between 0 and 1 is expected")
     if not data.speed_factors or any(not 0.5 <= factor <= 2.0 for factor in data.speed_factors):
         faults.append(
             f"data.speed_factors={data.speed_factors}: factors between 0.5 and 2 are expected, as in [0.9,1.0,1.1]"
@@ -363,13 +368,13 @@ def _search_faults(settings: TrainSettings) -> list[str]:
     name = str(settings.search.get("_target_", "")).rpartition(".")[2]
     if foreign_targets("head", settings.head):
         return []
-    searches = _searches_of(settings.head)
+    searches = searches_of(settings.head)
     if not searches or name in searches:
         return []
     return [f"search={name}: head {settings.head['_target_']} offers {', '.join(searches)}"]
 
 
-def _searches_of(head: dict[str, Any]) -> tuple[str, ...]:
+def searches_of(head: dict[str, Any]) -> tuple[str, ...]:
     """Names of the searches of a head's section, of the heads inside it, and of these together."""
     try:
         callee = locate(str(head.get("_target_")))
@@ -377,7 +382,7 @@ def _searches_of(head: dict[str, Any]) -> tuple[str, ...]:
         return ()
     inside = head.get("heads")
     inside = inside if isinstance(inside, dict) else {}
-    of_parts = [name for part in inside.values() for name in _searches_of(part)]
+    of_parts = [name for part in inside.values() for name in searches_of(part)]
     together = [name for name, needed in getattr(callee, "combined", {}).items() if set(needed) <= set(inside)]
     return (*getattr(callee, "searches", ()), *of_parts, *together)
 

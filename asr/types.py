@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass
@@ -63,10 +63,14 @@ class Batch:
 
 @dataclass
 class Encoded:
-    """What an encoder makes of a batch: frames (B, T, D) and their valid lengths (B,)."""
+    """What an encoder makes of a batch: frames (B, T, D) and their valid lengths (B,).
+
+    num_views: 2 where the second half of the rows are other augmented views of the utterances of the first.
+    """
 
     frames: Tensor
     lens: Tensor
+    num_views: int = 1
 
 
 @dataclass
@@ -81,3 +85,7 @@ class Hypothesis:
     tokens: list[int]
     frames: list[int]
     score: float
+
+
+# Head and encoder output to one hypothesis per utterance.
+Search = Callable[[nn.Module, Encoded], list[Hypothesis]]

@@ -18,6 +18,9 @@ ADDED = ("experiment", "debug")
 # What must be given with a choice, as its own comment says.
 NEEDED = {
     "data=custom": ["data.train=my.tsv"],
+    "head=transducer": ["search=greedy_search"],
+    "search=greedy_search": ["head=transducer"],
+    "search=modified_beam_search": ["head=transducer"],
     "tokenizer=saved": ["tokenizer.folder=runs/other"],
     "head=attention": ["search=attention"],
     "search=attention": ["head=ctc_attention"],

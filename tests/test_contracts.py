@@ -21,8 +21,11 @@ LIMITS = {
     "feed_forward_dim": 48,
     "kernel_size": 31,
     "subsampling_channels": 8,
+    "dims": 32,
+    "unmasked_dims": 24,
+    "feed_forward_dims": 48,
     "channels": 32,
-    "kernel_sizes": 31,
+    "kernel_sizes": 15,
     "repeats": 2,
 }
 MAX_ENTRIES = 8
@@ -58,6 +61,14 @@ def make_encoder(path):
 def make_head(path):
     torch.manual_seed(0)
     return instantiate(OmegaConf.load(path), input_dim=WIDTH, vocab_size=VOCAB_SIZE, blank_id=0)
+
+
+def without_randomness(encoder):
+    """The encoder with every probability to leave something out set to 0."""
+    for module in encoder.modules():
+        if hasattr(module, "p"):
+            module.p = 0.0
+    return encoder
 
 
 def autocast(dtype):
@@ -99,9 +110,7 @@ def test_padding_is_invisible(encoder, rubbish):
 
 def test_padding_is_invisible_to_training(encoder):
     """Gradients, too, and what the norms learn, are those of a batch without padding."""
-    for module in encoder.modules():
-        if hasattr(module, "p"):
-            module.p = 0.0
+    without_randomness(encoder)
     features, lens = torch.randn(2, 60, INPUT_DIM), torch.tensor([60, 60])
     wide = torch.cat([features, torch.full((2, 44, INPUT_DIM), float("nan"))], dim=1)
     states = []
@@ -109,12 +118,14 @@ def test_padding_is_invisible_to_training(encoder):
     for inputs in (features, wide):
         encoder.load_state_dict(before)
         encoder.zero_grad()
+        torch.manual_seed(0)  # the draws of whether gradients are changed on their way
         encoder.train()(inputs, lens).frames.square().sum().backward()
         grads = {name: parameter.grad.clone() for name, parameter in encoder.named_parameters()}
         states.append((grads, {name: value.clone() for name, value in encoder.state_dict().items()}))
     for tensors, others in zip(*states, strict=True):
         for name in tensors:
-            torch.testing.assert_close(tensors[name], others[name], atol=1e-3, rtol=1e-3, msg=name)
+            tensor, other = tensors[name].float(), others[name].float()
+            assert (tensor - other).norm() < 1e-3 * (1 + tensor.norm()), name
 
 
 def test_output_lens_is_the_number_of_valid_frames(encoder):
@@ -136,7 +147,7 @@ def test_output_lens_is_the_number_of_valid_frames(encoder):
 
 
 def test_every_parameter_receives_a_gradient(encoder):
-    encoded = encoder.train()(torch.randn(2, 120, INPUT_DIM), torch.tensor([120, 90]))
+    encoded = without_randomness(encoder).train()(torch.randn(2, 120, INPUT_DIM), torch.tensor([120, 90]))
     (encoded.frames * torch.randn_like(encoded.frames)).sum().backward()
     for name, parameter in encoder.named_parameters():
         assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
@@ -164,7 +175,7 @@ def test_encoder_runs_in_every_precision(encoder, precision):
     features, lens = torch.randn(2, 40, INPUT_DIM), torch.tensor([40, 21])
     with torch.no_grad():
         exact = encoder.eval()(features, lens).frames
-    encoder.to(parameter_type)
+    without_randomness(encoder).to(parameter_type)
     with autocast(autocast_type), torch.no_grad():
         frames = encoder(features, lens).frames
     assert frames.isfinite().all()

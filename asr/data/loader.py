@@ -73,6 +73,10 @@ class Loader:
         """Cuts of each of this rank's batches in `epoch`; nothing is read."""
         return self._plan.batches(epoch)
 
+    def load(self, cuts: list[Cut], epoch: int) -> Batch:
+        """One batch, read in this process."""
+        return self._loader.dataset[cuts, epoch]
+
     def count_batches(self, epoch: int = 1) -> int:
         """Number of batches of this rank in `epoch`, found by planning it."""
         return len(self._plan.batches(epoch))

@@ -13,6 +13,7 @@ from asr.layers.dropout import Dropout
 from asr.layers.feed_forward import FeedForward
 from asr.layers.masks import chunk_mask, length_mask, zero_padding
 from asr.layers.positional import RelativePositionalEncoding
+from asr.layers.random import chance
 from asr.layers.subsampling import ConvSubsampling
 from asr.types import Encoded
 
@@ -240,10 +241,7 @@ class RandomChunk(nn.Module):
         self.longest = longest
 
     def forward(self) -> int | None:
-        # From the CPU's generator, so that a GPU need not be waited for.
-        if self.p == 0.0 or float(torch.rand(())) >= self.p:
-            return None
-        return int(torch.randint(1, self.longest + 1, ()))
+        return int(torch.randint(1, self.longest + 1, ())) if chance(self.p) else None
 
 
 class ConformerBlock(nn.Module):

@@ -62,7 +62,7 @@ class QuartzNet(nn.Module):
         dropouts = dropout if isinstance(dropout, list) else [dropout] * count
         self.output_dim = channels[-1]
         self.blocks = nn.ModuleList(
-            QuartzNetBlock(*sizes, squeeze_ratio=squeeze_ratio)
+            QuartzNetBlock(*sizes, squeeze_ratio)
             for sizes in zip(
                 [input_dim, *channels[:-1]],
                 channels,
@@ -162,7 +162,7 @@ class ConvolutionNorm(nn.Module):
         self.norm = MaskedBatchNorm(dim, eps=_EPS)
 
     def forward(self, frames_BTD: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Frames (B, ceil(T / stride), D) and their mask; the kernel sees zeros in the padding, which must be finite."""
+        """Frames (B, ceil(T / stride), D) and their mask. The kernel sees zeros as padding, which must be finite."""
         x = self._convolve(zero_padding(frames_BTD, mask_BT))
         if self.pointwise is not None:
             x = self.pointwise(x)

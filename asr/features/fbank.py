@@ -12,14 +12,18 @@ class Fbank:
     """Callable: samples (N,) float32 in [-1, 1] -> log-mel features (T, num_mel_bins) float32.
 
     Kaldi's `compute-fbank-feats` with the Povey window, pre-emphasis 0.97, removal of each frame's mean, power spectrum
-    and snip_edges=false: frames are centred on multiples of the shift and the ends of the audio are mirrored. Samples
-    keep their scale of 1, as usual outside Kaldi, so digital silence is log(1.19e-7) = -15.94 in every bin.
+    and, by default, snip_edges=false: frames are centred on multiples of the shift and the ends of the audio are
+    mirrored. Samples keep their scale of 1, as usual outside Kaldi, so digital silence is log(1.19e-7) = -15.94 in
+    every bin.
 
     sample_rate: Hz, of the samples given; nothing is resampled here.
     frame_length, frame_shift: milliseconds.
     low_freq, high_freq: Hz; a high_freq of 0 or less is counted from half the sample rate.
     dither: standard deviation of Gaussian noise added to each frame's samples, in Kaldi's scale of 16-bit integers (its
         default there is 1); 0 makes features exact.
+    snip_edges: only frames that lie within the audio whole, the first one at its start.
+    sample_scale: what the samples are multiplied by; 32768 gives Kaldi's own values, which are higher by log(2**30) but
+        for bins below the floor.
 
     Audio shorter than one window gives 0 frames.
     Raises ValueError for frequencies outside 0..sample_rate/2 and for so many mel bins that one of them is empty.
@@ -34,9 +38,13 @@ class Fbank:
         low_freq: float = 20.0,
         high_freq: float = -400.0,
         dither: float = 0.0,
+        snip_edges: bool = False,
+        sample_scale: float = 1.0,
     ) -> None:
         self.sample_rate = sample_rate
-        self.dither = dither / 32768
+        self.snip_edges = snip_edges
+        self.sample_scale = sample_scale
+        self.dither = dither * sample_scale / 32768
         self.window_size = int(sample_rate * frame_length / 1000)
         self.window_shift = int(sample_rate * frame_shift / 1000)
         self._fft_size = 1 << (self.window_size - 1).bit_length()
@@ -55,6 +63,8 @@ class Fbank:
     def num_frames(self, num_samples: int) -> int:
         if num_samples < self.window_size:
             return 0
+        if self.snip_edges:
+            return 1 + (num_samples - self.window_size) // self.window_shift
         return (num_samples + self.window_shift // 2) // self.window_shift
 
     def __call__(self, samples: Tensor) -> Tensor:
@@ -62,7 +72,7 @@ class Fbank:
         num_frames = self.num_frames(len(samples))
         if num_frames == 0:
             return torch.zeros(0, self.output_dim)
-        frames = self._frames(samples.float(), num_frames)
+        frames = self._frames(samples.float() * self.sample_scale, num_frames)
         if self.dither:
             frames = frames + self.dither * torch.randn_like(frames)
         frames = frames - frames.mean(dim=1, keepdim=True)
@@ -75,7 +85,9 @@ class Fbank:
         return (power @ self._mel).clamp_(min=_FLOOR).log_()
 
     def _frames(self, samples: Tensor, num_frames: int) -> Tensor:
-        """(T, window_size) view of the audio with mirrored ends."""
+        """(T, window_size) view of the audio, with mirrored ends where edges are not snipped."""
+        if self.snip_edges:
+            return samples.unfold(0, self.window_size, self.window_shift)
         before = self.window_size // 2 - self.window_shift // 2
         after = max(0, (num_frames - 1) * self.window_shift + self.window_size - before - len(samples))
         mirrored = torch.cat([samples[:before].flip(0), samples, samples[len(samples) - after :].flip(0)])

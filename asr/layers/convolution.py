@@ -33,7 +33,9 @@ class ConvolutionModule(nn.Module):
         self.causal = causal
         self.pointwise_in = nn.Linear(dim, 2 * dim)
         # Batch norm takes every mean away, and with it such a bias.
-        self.depthwise = nn.Conv1d(dim, dim, kernel_size, groups=dim, bias=norm == "layer_norm")
+        self.depthwise = nn.Conv1d(
+            dim, dim, kernel_size, padding=0 if causal else kernel_size // 2, groups=dim, bias=norm == "layer_norm"
+        )
         self.norm: MaskedBatchNorm | nn.LayerNorm
         self.norm = MaskedBatchNorm(dim) if norm == "batch_norm" else nn.LayerNorm(dim)
         self.pointwise_out = nn.Linear(dim, dim)
@@ -63,7 +65,7 @@ class ConvolutionModule(nn.Module):
         return zero_padding(F.glu(self.pointwise_in(frames_BTD), dim=-1), mask_BT)
 
     def _finish(self, x: Tensor, mask_BT: Tensor) -> Tensor:
-        x = self._convolve(x)
+        x = convolve_depthwise(x, self.depthwise)
         return self.dropout(self.pointwise_out(F.silu(self._normalise(x, mask_BT))))
 
     def _normalise(self, x: Tensor, mask_BT: Tensor) -> Tensor:
@@ -72,11 +74,13 @@ class ConvolutionModule(nn.Module):
         # CPU autocast would normalise in the type it is given.
         return self.norm(x.to(self.norm.weight.dtype))
 
-    def _convolve(self, x: Tensor) -> Tensor:
-        # Seen as an image of height 1, (B, T, D) already lies channels-last in memory. PyTorch then reads it in place,
-        # where conv1d would transpose it: 4 to 8 times faster on a CPU.
-        image = x.transpose(1, 2).unsqueeze(2)
-        weight = self.depthwise.weight.unsqueeze(2)
-        padding = (0, 0 if self.causal else self.depthwise.kernel_size[0] // 2)
-        image = F.conv2d(image, weight, self.depthwise.bias, padding=padding, groups=self.depthwise.groups)
-        return image.squeeze(2).transpose(1, 2)
+
+def convolve_depthwise(frames_BTD: Tensor, convolution: nn.Conv1d) -> Tensor:
+    """The depthwise convolution over time of frames (B, T, D)."""
+    # Seen as an image of height 1, (B, T, D) already lies channels-last in memory. PyTorch then reads it in place,
+    # where conv1d would transpose it: 4 to 8 times faster on a CPU.
+    image = frames_BTD.transpose(1, 2).unsqueeze(2)
+    weight = convolution.weight.unsqueeze(2)
+    padding = int(convolution.padding[0])
+    image = F.conv2d(image, weight, convolution.bias, padding=(0, padding), groups=convolution.groups)
+    return image.squeeze(2).transpose(1, 2)

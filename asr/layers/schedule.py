@@ -28,6 +28,21 @@ class PiecewiseLinear:
         return self.points[-1][1]
 
 
+Schedulable = float | PiecewiseLinear
+
+
+class Scheduled(nn.Module):
+    """A module some of whose values may be numbers or functions of the batch count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_count = 0.0
+
+    def now(self, value: Schedulable) -> float:
+        """What `value` is at the current batch count."""
+        return value(self.batch_count) if isinstance(value, PiecewiseLinear) else value
+
+
 def set_batch_count(model: nn.Module, batch_count: float) -> None:
     """Tell every module that has a `batch_count` how many reference batches the model has been trained on.
 

@@ -8,30 +8,31 @@ from torch import Tensor, nn
 
 from asr.layers.masks import length_mask, zero_padding
 
-FACTORS = (2, 4)
+FACTORS = (2, 4, 8)
 
 
 class ConvSubsampling(nn.Module):
-    """Two 3x3 convolutions with ReLU and a projection (Dong et al., Speech-Transformer, 2018; ESPnet's "conv2d").
+    """Two or three 3x3 convolutions with ReLU and a projection (Dong et al., Speech-Transformer, 2018; ESPnet's
+    "conv2d"; factor 8 as in FastConformer, Rekesh et al., 2023).
 
-    The convolutions do not pad time, so a valid output frame has seen valid input frames only:
-    T' = ((T - 1) // 2 - 1) // 2 for factor 4 (both strides 2), T' = (T - 1) // 2 - 2 for factor 2 (strides 2 and 1).
-    An input below 7 frames has no output frame.
+    The convolutions do not pad time, so a valid output frame has seen valid input frames only. Each of stride 2 makes
+    (T - 1) // 2 of T frames; there are as many as the factor has twos, and for factor 2 one of stride 1, which makes
+    T - 2. An input below `min_frames` (7; 15 for factor 8) has no output frame.
 
-    input_dim: mel bins F, at least 7. output_dim: width D. factor: 2 or 4. channels: of the convolutions.
+    input_dim: mel bins F, at least `min_frames`. output_dim: width D. factor: 2, 4 or 8. channels: of the convolutions.
     """
-
-    min_frames = 7
 
     def __init__(self, input_dim: int, output_dim: int, factor: int = 4, channels: int = 64):
         super().__init__()
         if factor not in FACTORS:
             raise ValueError(f"subsampling {factor} is none of {FACTORS}")
+        self.min_frames = 15 if factor == 8 else 7
         if input_dim < self.min_frames:
             raise ValueError(f"subsampling needs at least {self.min_frames} mel bins, got {input_dim}")
         self.factor = factor
         self.conv1 = nn.Conv2d(1, channels, 3, stride=2)
-        self.conv2 = nn.Conv2d(channels, channels, 3, stride=factor // 2)
+        self.conv2 = nn.Conv2d(channels, channels, 3, stride=min(2, factor // 2))
+        self.conv3 = nn.Conv2d(channels, channels, 3, stride=2) if factor == 8 else None
         self.project = nn.Linear(channels * self._output_size(input_dim), output_dim)
         # About half the time of the default layout on a CPU, and what tensor cores want.
         self.to(memory_format=torch.channels_last)
@@ -48,9 +49,14 @@ class ConvSubsampling(nn.Module):
         x = features_BTF.unsqueeze(1).contiguous(memory_format=torch.channels_last)
         x = F.relu(self.conv1(x), inplace=True)
         x = F.relu(self.conv2(x), inplace=True)
+        if self.conv3 is not None:
+            x = F.relu(self.conv3(x), inplace=True)
         # Bin-major columns: in the channels-last layout this flattening moves nothing.
         return self.project(x.permute(0, 2, 3, 1).flatten(2)), self.output_lens(lens_B)
 
     def _output_size(self, size):
         halved = (size - 1) // 2
-        return (halved - 1) // 2 if self.factor == 4 else halved - 2
+        if self.factor == 2:
+            return halved - 2
+        quarter = (halved - 1) // 2
+        return quarter if self.factor == 4 else (quarter - 1) // 2

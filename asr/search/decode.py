@@ -9,15 +9,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from tqdm import tqdm
 
 from asr.model import AsrModel
-from asr.types import Batch, Encoded, Hypothesis
+from asr.types import Batch, Hypothesis, Search
 
 log = logging.getLogger(__name__)
-
-Search = Callable[[nn.Module, Encoded], list[Hypothesis]]
 
 
 @dataclass

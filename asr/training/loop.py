@@ -16,6 +16,7 @@ import torch
 from asr.config import TrainerSettings
 from asr.layers.schedule import set_batch_count
 from asr.model import AsrModel
+from asr.scoring.files import format_rate
 from asr.training.averaging import RunningAverage
 from asr.training.checkpoint import CheckpointFolder, generator_states, restore_generators
 from asr.training.distributed import World, average_buffers, gather
@@ -64,6 +65,14 @@ class Progress:
         """
         finite = [entry for entry in self.valid if entry[key] is not None and math.isfinite(entry["loss"])]
         return min(finite, key=lambda entry: entry[key], default=None)
+
+    def outcome(self) -> str:
+        """How the run ended, in one line."""
+        best = self.best()
+        if best is None:
+            return "no dev WER: no validation had a finite loss and words to compare"
+        last = format_rate(self.valid[-1]["wer"])
+        return f"dev WER {last}% after the last epoch, best {best['wer']:.2f}% in epoch {best['epoch']}"
 
 
 class Trainer:

@@ -21,6 +21,7 @@ FREE_ON_RESUME = {
     "run_dir", "resume", "device", "name",
     "trainer.max_epochs", "trainer.max_steps", "trainer.log_every", "trainer.valid_every", "trainer.save_every",
     "trainer.keep_last", "trainer.num_threads", "trainer.progress", "trainer.pictures", "trainer.max_skipped",
+    "trainer.scan_memory",
     "data.max_duration", "data.num_workers", "data.num_jobs", "data.num_buckets",
 }  # fmt: skip
 

@@ -6,17 +6,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from asr.model import AsrModel
 from asr.scoring.wer import count_errors
 from asr.training.distributed import World, gather
 from asr.training.precision import PrecisionMode
-from asr.types import Batch, Encoded, Hypothesis
+from asr.types import Batch, Search
 
 NUM_EXAMPLES = 5
-
-Search = Callable[[nn.Module, Encoded], list[Hypothesis]]
 
 
 @dataclass

@@ -50,6 +50,22 @@ def test_prefix_beam_search_and_its_options(trained):
     assert "did you mean beam?" in said(trained, "--method", "ctc_prefix_beam_search", "search.beams=2")
 
 
+def test_a_streaming_run_is_decoded_in_chunks_by_every_search_of_its_head(tmp_path, digits):
+    encoder = ["encoder=conformer_u2pp", "encoder.kernel_size=4"]
+    sizes = [f"head.heads.attention.{key}" for key in ("feed_forward_dim=16", "num_layers=1", "reverse_layers=1")]
+    run = train(*digits, *encoder, "head=ctc_attention_u2pp", *sizes, "trainer.max_steps=2", run_dir=tmp_path / "run")
+    chunks = ["encoder.chunk_size=4", "encoder.left_chunks=1"]
+    for method in ("ctc_greedy_search", "ctc_prefix_beam_search", "attention", "attention_rescoring"):
+        found = []
+        for more in ([], ["encoder.streaming=true"]):
+            decode(run, "--method", method, "data.sets=[test]", *chunks, *more)
+            name = f"test-{method},chunk_size=4,left_chunks=1{',streaming=True' if more else ''}-iter-2-avg-1"
+            found.append((run / "decode" / name / "recogs.txt").read_text())
+        assert found[0] == found[1]
+    assert "encoder.chunks=4" in said(run, "encoder.chunks=4")
+    assert "give 0 or more" in said(run, chunks[0], "encoder.left_chunks=-1")
+
+
 def test_weights_are_those_that_were_asked_for(trained):
     def checksum(label: str, *arguments: str) -> str:
         decode(trained, "data.sets=[test]", *arguments)
@@ -97,6 +113,7 @@ def test_avg_auto_tells_what_it_tried_and_takes_the_best_on_dev(trained):
         (["avg=many"], "avg='many': a whole number from 1, or auto"),
         (["--avg"], "--avg: give a value, as in --avg VALUE"),
         (["--avg", "--epoch", "3"], "--avg: give a value"),
+        (["--epcoh", "3"], "--epcoh: no such option; did you mean --epoch?"),
         (["epoch=3", "iter=3"], "iter=3: give epoch or iter, not both"),
         (["method=beam"], "this run's head offers ctc_greedy_search, ctc_prefix_beam_search"),
         (["data.sets=[tset]"], "['tset'] not prepared; there are"),

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from asr.text.tokenizer import load_tokenizer
-from tests.commands.tiny import MODEL, command, digits_data, read_json, train
+from tests.commands.tiny import MODEL, assert_same_state, command, digits_data, read_json, train
 
 
 def test_a_run_folder_holds_what_reports_decoding_and_people_need(trained):
@@ -103,6 +103,7 @@ def test_every_precision_trains_and_decodes_on_a_cpu(mode, tmp_path, digits, tra
     expected = torch.bfloat16 if mode == "bf16" else torch.float32
     state = torch.load(run / "checkpoints" / "step-2.pt", weights_only=True)
     assert state["model"]["head.output.weight"].dtype is expected
+    assert ("rest" in state["optimizer"]["state"][0]) == (mode == "bf16"), "bf16 weights keep what rounding cuts off"
     done = command("decode.py", f"run_dir={run}", "avg=1", "data.num_workers=0", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert read_json(next(run.glob("decode/test-*/result.json")))["num_utterances"] == 5
@@ -113,3 +114,11 @@ def first_loss(run_dir: Path) -> float:
     loss = json.loads(first)["loss"]
     assert isinstance(loss, float)
     return loss
+
+
+def test_a_look_at_the_memory_changes_nothing_of_the_run(tmp_path, digits):
+    runs = [train(*digits, "trainer.max_steps=2", f"trainer.scan_memory={scan}", run_dir=tmp_path / scan)
+            for scan in ("false", "true")]  # fmt: skip
+    assert_same_state(*(torch.load(run / "checkpoints" / "step-2.pt", weights_only=True) for run in runs))
+    said = ["GB at most, over" in (run / "train.log").read_text() for run in runs]
+    assert said == [False, True]

@@ -5,10 +5,13 @@ from asr.layers.subsampling import ConvSubsampling
 
 
 def formula(length, factor):
-    return max(0, ((length - 1) // 2 - 1) // 2 if factor == 4 else (length - 1) // 2 - 2)
+    length = (length - 1) // 2
+    for _ in range({2: 0, 4: 1, 8: 2}[factor]):
+        length = (length - 1) // 2
+    return max(0, length - 2 if factor == 2 else length)
 
 
-@pytest.mark.parametrize("factor", [2, 4])
+@pytest.mark.parametrize("factor", [2, 4, 8])
 def test_lengths_follow_the_formula_and_match_the_frames(factor):
     layer = ConvSubsampling(16, 8, factor, channels=4)
     for length in range(0, 61):
@@ -18,7 +21,7 @@ def test_lengths_follow_the_formula_and_match_the_frames(factor):
         assert frames.shape == (1, max(1, formula(length, factor)), 8)
 
 
-@pytest.mark.parametrize("factor", [2, 4])
+@pytest.mark.parametrize("factor", [2, 4, 8])
 def test_a_valid_frame_sees_every_valid_input_it_should_and_no_padding(factor):
     layer = ConvSubsampling(16, 8, factor, channels=4)
     features = torch.randn(1, 40, 16)

@@ -251,3 +251,15 @@ def test_order_follows_the_arguments(tmp_path):
     paths = [make_run(tmp_path / name, {"lr": name}) for name in names]
     assert [run.folder for run in find_runs(paths)] == paths
     assert [run.folder.name for run in find_runs([tmp_path])] == ["run1", "run3", "run20"]
+
+
+def test_sets_that_are_scored_by_character_show_their_cer(tmp_path):
+    for name, text in (("a", "打开灯"), ("b", "打开 灯")):
+        run = make_run(tmp_path / name, {"x": name})
+        chinese = [Utterance(f"u{number}", "打开灯", text if number else "关灯") for number in range(4)]
+        write_results(run / "decode" / f"test-{GREEDY}", chinese, {}, unit="character")
+    report = make_report(find_runs([tmp_path / "a", tmp_path / "b"]))
+    training, model = tables(report)[:2]
+    assert training[0][1] == "CER test" and model[0][1] == "CER test"
+    assert training[1][1].startswith("16.67 [") and training[2][1] == training[1][1], "spaces do not count"
+    assert "CER in percent" in report and "difference +0.00" in report

@@ -170,3 +170,9 @@ def test_an_epoch_without_anything_to_learn_from_ends(tiny, tmp_path):
     trainer.monitor.close()
     assert progress.step == 2 and math.isnan(progress.train_loss[0]["loss"])
     assert sum(record["infeasible_utterances"] for record in records(tmp_path, "train")) == 4
+
+
+def test_the_last_line_of_a_run_tells_a_perfect_result_as_well():
+    entry = {"epoch": 1, "step": 5, "loss": 0.1, "wer": 0.0, "cer": 0.0}
+    assert Progress(valid=[entry]).outcome() == "dev WER 0.00% after the last epoch, best 0.00% in epoch 1"
+    assert Progress(valid=[{**entry, "wer": None}]).outcome().startswith("no dev WER")

@@ -1,0 +1,1 @@
+from asr.encoders.zipformer.zipformer import Zipformer as Zipformer

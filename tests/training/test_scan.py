@@ -1,0 +1,103 @@
+import copy
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from asr.config import DataSettings
+from asr.training.optim import parameter_groups
+from asr.training.scan import largest_batches, scan_memory
+
+
+def cuts(*durations_and_texts):
+    return [
+        SimpleNamespace(id=f"u{number}", duration=duration, supervisions=[SimpleNamespace(text=text)])
+        for number, (duration, text) in enumerate(durations_and_texts)
+    ]
+
+
+LONGEST = cuts((30.0, "few"))
+MOST_AUDIO = cuts((9.0, "some"), (8.0, "text"), (8.5, ""), (9.0, "is"), (9.0, "here"))
+MOST_CHARACTERS = cuts((2.0, "w" * 40), (2.0, ""), (2.0, ""))
+MOST_TOKENS = cuts((1.0, "x y z x y z"), (1.0, "x"), (1.0, None))
+PLAN = [cuts((1.0, "a b")), MOST_TOKENS, LONGEST, cuts((2.0, "a")), MOST_AUDIO, MOST_CHARACTERS]
+
+
+class Planned:
+    def __init__(self, tiny):
+        self.tiny = tiny
+        self.loaded = []
+
+    def batches(self, epoch):
+        return PLAN if epoch == 3 else []
+
+    def load(self, batch, epoch):
+        self.loaded.append(batch)
+        return self.tiny.batch([cut.id for cut in batch], frames=40 + len(batch))
+
+
+def encode(text):
+    return [1] * len(text.split())
+
+
+def test_what_is_longest_has_most_audio_or_most_tokens():
+    assert largest_batches(PLAN, encode) == [LONGEST, MOST_AUDIO, MOST_TOKENS]
+    assert largest_batches([LONGEST], encode) == [LONGEST]
+
+
+@pytest.mark.parametrize("mode", ["fp32", "amp_fp16", "amp_bf16", "bf16"])
+def test_nothing_is_left_behind(tiny, mode, caplog):
+    precision, loader = tiny.precision(mode), Planned(tiny)
+    model = precision.prepare(tiny.model())
+    optimizer = torch.optim.AdamW(parameter_groups(model, 0.01))
+
+    def state():
+        generators = torch.get_rng_state(), random.getstate(), np.random.get_state()
+        return copy.deepcopy((model.state_dict(), optimizer.state_dict(), precision.state_dict(), generators))
+
+    seen = []
+    model.register_forward_hook(lambda module, inputs, output: seen.append((module.training, len(inputs[0]))))
+    model.eval()
+    before = state()
+    with caplog.at_level("INFO"):
+        peak = scan_memory(model, optimizer, loader, 3, encode, precision, DataSettings())
+    assert tiny.differences(before, state()) == []
+    assert not model.training and all(parameter.grad is None for parameter in model.parameters())
+    assert seen == [(True, 1), (True, 5), (True, 3)] and loader.loaded == [LONGEST, MOST_AUDIO, MOST_TOKENS]
+    assert peak > 10**7
+    assert "GB at most, over 1 utterance of up to 30.0 s; 5 utterances of up to 9.0 s; 3 utterances" in caplog.text
+
+
+@pytest.mark.parametrize("at", ["forward", "backward"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_too_little_memory_is_told_with_what_to_lower(tiny, at, device):
+    def exhaust(*arguments):
+        if device == "cuda":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+        torch.empty(1 << 60)
+
+    precision, model = tiny.precision("fp32"), tiny.model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    if at == "forward":
+        model.head.register_forward_pre_hook(exhaust)
+        model.encoder.register_forward_hook(exhaust)
+    else:
+        model.head.output.bias.register_hook(exhaust)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError) as caught:
+        scan_memory(model, optimizer, Planned(tiny), 3, encode, precision, DataSettings(max_duration=100.0))
+    told = str(caught.value)
+    assert "precision=fp32 with a batch of 1 utterance of up to 30.0 s (data.max_duration=100)" in told
+    assert "data.max_utterance below 30" in told and "precision=amp_bf16" in told
+    assert tiny.differences(before, model.state_dict()) == []
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_other_errors_are_not_taken_for_it(tiny):
+    model = tiny.model()
+    model.encoder.register_forward_hook(lambda *arguments: torch.zeros(2) @ torch.zeros(3))
+    with pytest.raises(RuntimeError, match="size"):
+        scan_memory(model, torch.optim.SGD(model.parameters()), Planned(tiny), 3, encode, tiny.precision("fp32"),
+                    DataSettings())  # fmt: skip
