@@ -120,8 +120,8 @@ def compare_runs(a: Run, b: Run) -> str:
         if first.setting != second.setting:
             title += f" against {second.setting}"
         try:
-            sides = [read_recogs(side.folder / "recogs.txt") for side in (first, second)]
-            found = compare(*sides, unit=first.unit)
+            one, other = (read_recogs(side.folder / "recogs.txt") for side in (first, second))
+            found = compare(one, other, first.unit)
         except (ValueError, OSError) as error:
             lines.append(f"- {title}: not comparable: {error}")
             continue
