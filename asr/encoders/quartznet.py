@@ -62,7 +62,7 @@ class QuartzNet(nn.Module):
         dropouts = dropout if isinstance(dropout, list) else [dropout] * count
         self.output_dim = channels[-1]
         self.blocks = nn.ModuleList(
-            QuartzNetBlock(*sizes, squeeze_ratio)
+            QuartzNetBlock(*sizes)
             for sizes in zip(
                 [input_dim, *channels[:-1]],
                 channels,
@@ -73,6 +73,7 @@ class QuartzNet(nn.Module):
                 of_blocks("residual", residual, [False] + [True] * (count - 3) + [False, False]),
                 of_blocks("separable", separable, [True] * (count - 1) + [False]),
                 of_blocks("dropout", dropouts, []),
+                [squeeze_ratio] * count,
                 strict=True,
             )
         )
