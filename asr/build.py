@@ -23,7 +23,16 @@ from lhotse.cut import Cut
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from asr.config import PASSED_BY_BUILD, ConfigError, DecodeSettings, Precision, TrainerSettings, TrainSettings, check
+from asr.config import (
+    PASSED_BY_BUILD,
+    ConfigError,
+    DecodeSettings,
+    Precision,
+    TrainerSettings,
+    TrainSettings,
+    check,
+    init_modes,
+)
 from asr.data.augment import NoiseMixer, noise_cuts, random_volume, speed_perturb
 from asr.data.corpus import prepared_is_current, prepared_splits, write_prepared
 from asr.data.cuts import Manifest, Rejection, load_audio, load_cuts
@@ -123,10 +132,9 @@ def build_model(settings: TrainSettings, tokenizer: Tokenizer) -> AsrModel:
         "sos_eos_id": tokenizer.sos_eos_id,
     }
     head = make(settings.head, **accepted(locate(settings.head["_target_"]), vocabulary))
-    mode = settings.init_mode.value if settings.init_mode else None
-    for part in (encoder, head):
-        initialise(part, mode)
-    return AsrModel(feature_norm, make(settings.augment), encoder, head)
+    model = AsrModel(feature_norm, make(settings.augment), encoder, head)
+    initialise(model, settings.init_mode.value if settings.init_mode else None, init_modes(settings.init))
+    return model
 
 
 def fit_feature_norm(model: AsrModel, settings: TrainSettings, cuts: Manifest) -> None:
