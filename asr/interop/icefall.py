@@ -6,7 +6,8 @@ import re
 
 from torch import Tensor
 
-from asr.encoders.zipformer.subsampling import CHANNELS
+# Of the last convolution of its front end, in all its models.
+FRONT_END_CHANNELS = 128
 
 # icefall's names, with the groups that are kept, and the names here.
 _ENCODER_NAMES = [
@@ -79,5 +80,5 @@ def _in_place_order(name: str, tensor: Tensor) -> Tensor:
     if re.fullmatch(r"encoder_embed\.convnext\.pointwise_conv[12]\.weight", name):
         return tensor.flatten(1)
     if name == "encoder_embed.out.weight":
-        return tensor.unflatten(1, (CHANNELS[-1], -1)).transpose(1, 2).flatten(1)
+        return tensor.unflatten(1, (FRONT_END_CHANNELS, -1)).transpose(1, 2).flatten(1)
     return tensor

@@ -86,6 +86,7 @@ class Trainer:
         identity: what each checkpoint holds beside the state: config, tokenizer, versions, data fingerprint.
         validate: runs the dev set.
         on_validation: called with (model, step) after each validation, for pictures.
+        adversary: the optimiser of the model's adversaries, where it has any; its learning rate follows no schedule.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Trainer:
         world: World,
         reference_batches: float = 1.0,
         on_validation: Callable[[AsrModel, int], None] | None = None,
+        adversary: torch.optim.Optimizer | None = None,
     ):
         self.run_name = run_name
         self.settings = settings
@@ -118,6 +120,7 @@ class Trainer:
         self.world = world
         self.reference_batches = reference_batches
         self.on_validation = on_validation
+        self.adversary = adversary
         self.checkpoints = CheckpointFolder(run_dir / "checkpoints")
         self.average = RunningAverage(model, settings.average_period)
         self.progress = Progress()
@@ -193,7 +196,7 @@ class Trainer:
         def step() -> StepResult:
             return train_step(
                 self.model, group, self.optimizer, self.precision, self.settings.clip_norm, self.world,
-                self.precision.device,
+                self.precision.device, self.adversary,
             )  # fmt: skip
 
         if not self.monitor.wants_flops:
@@ -273,6 +276,7 @@ class Trainer:
             "model": self.model.state_dict(),
             "average": self.average.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            "adversary": self.adversary.state_dict() if self.adversary else None,
             "precision": self.precision.state_dict(),
             "progress": dict(vars(self.progress)),
             "world_size": self.world.size,
@@ -285,6 +289,8 @@ class Trainer:
         self.model.load_state_dict(state["model"])
         self.average.load_state_dict(state["average"])
         self.optimizer.load_state_dict(state["optimizer"])
+        if self.adversary:
+            self.adversary.load_state_dict(state["adversary"])
         self.precision.load_state_dict(state["precision"])
         self.progress = Progress(**state["progress"])
         if state["world_size"] == self.world.size:
