@@ -19,7 +19,7 @@ _MAX_SCALE_STEP = 0.1
 
 class ScaledAdam(Optimizer):
     """Adam with steps proportional to a parameter's root mean square, which is learnt as a parameter of its own
-    (Yao et al., 2024, section 3.5).
+    (Yao et al., 2024).
 
     lr: relative change of a parameter by one step, roughly, when gradients agree.
     betas, eps: as in Adam; the first moment is kept of steps, so that it follows the learning rate.
@@ -30,8 +30,8 @@ class ScaledAdam(Optimizer):
     scalar_max: bound of parameters of one element.
     size_update_period: steps between updates of scales.
 
-    Small parameters of one shape are updated as one tensor (on a GPU, large ones too). A parameter without a gradient keeps its value and its state.
-    Gradients must be finite: `train_step` leaves out steps in which they are not.
+    Small parameters of one shape are updated as one tensor (on a GPU, large ones too). A parameter without a gradient
+    keeps its value and its state. Gradients must be finite: `train_step` leaves out steps in which they are not.
     """
 
     def __init__(
