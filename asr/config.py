@@ -45,9 +45,9 @@ class Resume(str, Enum):
 
 
 class InitMode(str, Enum):
-    """Initialisation of the weights; none and null leave what PyTorch does."""
+    """Initialisation of the weights, see asr/layers/init.py; null is PyTorch's own."""
 
-    none = "none"
+    paper = "paper"
     xavier_uniform = "xavier_uniform"
     xavier_normal = "xavier_normal"
     kaiming_uniform = "kaiming_uniform"
@@ -83,6 +83,7 @@ class TrainerSettings:
     num_threads: int | None = None
     progress: bool = True
     pictures: bool = True
+    doctor_every: int | None = None
     scan_memory: bool | None = None
     profile: bool = False
     detect_anomaly: bool = False
@@ -123,7 +124,8 @@ class TrainSettings:
     precision: Precision = Precision.auto
     bf16_update: Bf16Update = Bf16Update.kahan
     device: str = "auto"
-    init_mode: InitMode | None = None
+    init_mode: InitMode | None = InitMode.paper
+    init: dict[str, Any] = field(default_factory=dict)
     run_dir: str | None = None
     resume: Resume = Resume.auto
     data: DataSettings = field(default_factory=DataSettings)
@@ -265,12 +267,28 @@ def _fill(schema: type, values: dict, prefix: str, faults: list[str]) -> Any:
                 faults.append(f"{full}={value!r}: a group of keys is expected here")
         else:
             try:
-                # Hydra turns `true` into a bool and the enum of `resume` wants its name.
-                typed[key] = str(value).lower() if isinstance(value, bool) and key == "resume" else value
+                typed[key] = _spelled(key, value)
                 filled[key] = _plain(typed[key])
             except OmegaConfBaseException as error:
                 faults.append(f"{full}={value!r}: {str(error).splitlines()[0]}")
     return schema(**filled)
+
+
+def _spelled(key: str, value: Any) -> Any:
+    """The value as the schema spells it: Hydra turns `true` into a bool and leaves `None` a word."""
+    if key == "resume" and isinstance(value, bool):
+        return str(value).lower()
+    if key == "init" and isinstance(value, dict):
+        return {place: _spelled(key, mode) for place, mode in value.items()}
+    return None if key in ("init_mode", "init") and value in ("none", "None", "null") else value
+
+
+def init_modes(init: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The modes of parts by dotted name, however deep the section `init` is nested."""
+    modes: dict[str, Any] = {}
+    for key, value in init.items():
+        modes |= init_modes(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return modes
 
 
 def _plain(value: Any) -> Any:
@@ -306,6 +324,7 @@ def _train_faults(settings: TrainSettings) -> list[str]:
         "trainer.keep_last": trainer.keep_last,
         "trainer.average_period": trainer.average_period,
         "trainer.max_skipped": trainer.max_skipped,
+        "trainer.doctor_every": trainer.doctor_every,
         "trainer.reference_duration": trainer.reference_duration,
         "data.max_duration": data.max_duration,
         "data.max_utterance": data.max_utterance,
@@ -336,6 +355,12 @@ def _train_faults(settings: TrainSettings) -> list[str]:
             f"data.stored_features={data.stored_features}: features can be stored only where data.volume_range and "
             "data.noise, which change them in every epoch, are null"
         )
+    modes = [mode.value for mode in InitMode]
+    faults += [
+        f"init.{place}={mode!r}: null, {', '.join(modes)} are allowed"
+        for place, mode in init_modes(settings.init).items()
+        if mode is not None and mode not in modes
+    ]
     if data.corpus.get("train", "found by the recipe") is None:
         faults.append("data.train: give your training data, as in data=custom data.train=my.tsv")
     return faults + _search_faults(settings) + _device_faults(settings.device)

@@ -15,11 +15,12 @@ from asr.types import Encoded
 
 
 class CTC(Head):
-    """Dropout, linear, log-softmax; the loss is -log P(tokens | frames) in nats, summed over an utterance.
+    """Dropout, linear layers, log-softmax; the loss is -log P(tokens | frames) in nats, summed over an utterance.
 
     An empty transcript is trained as all blank. An utterance with fewer frames than its tokens need (one for each, one
     more between equal neighbours, and one in any case) has loss 0 and no gradient; `feasible` tells which these are.
 
+    num_layers: linear layers, ReLU between them. hidden_dim: width between them.
     consistency_weight: of the consistency loss between two augmented views of an utterance (CR-CTC, Yao et al., 2024),
         published as 0.2; 0 trains on one view.
     consistency_warmup: reference batches over which that weight rises from 0: views of an untrained model agree best
@@ -34,6 +35,8 @@ class CTC(Head):
         vocab_size: int,
         blank_id: int = 0,
         dropout: float = 0.1,
+        num_layers: int = 1,
+        hidden_dim: int = 256,
         consistency_weight: float = 0.0,
         consistency_warmup: float = 2000.0,
     ):
@@ -42,10 +45,14 @@ class CTC(Head):
             raise ValueError(
                 f"head.consistency_weight={consistency_weight}, consistency_warmup={consistency_warmup}: from 0"
             )
+        if num_layers < 1:
+            raise ValueError(f"head.num_layers={num_layers}: at least 1")
         self.vocab_size = vocab_size
         self.blank_id = blank_id
         self.dropout = Dropout(dropout)
-        self.output = nn.Linear(input_dim, vocab_size)
+        dims = [input_dim, *[hidden_dim] * (num_layers - 1)]
+        self.hidden = nn.ModuleList(nn.Linear(*pair) for pair in pairwise(dims))
+        self.output = nn.Linear(dims[-1], vocab_size)
         self.consistency_weight = consistency_weight
         self.consistency_warmup = consistency_warmup
         self.batch_count = 0.0
@@ -53,7 +60,10 @@ class CTC(Head):
 
     def log_probs(self, encoded: Encoded) -> Tensor:
         """(B, T, V) log-probabilities, fp32."""
-        return F.log_softmax(self.output(self.dropout(encoded.frames)).float(), dim=-1)
+        x = self.dropout(encoded.frames)
+        for layer in self.hidden:
+            x = F.relu(layer(x))
+        return F.log_softmax(self.output(x).float(), dim=-1)
 
     def loss_parts(self, encoded: Encoded, tokens_BU: Tensor, token_lens_B: Tensor) -> dict[str, Tensor]:
         """Parts "ctc" and, of two views, "consistency". Raises ValueError for blank or an unknown id in a text."""

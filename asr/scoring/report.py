@@ -154,7 +154,14 @@ def _labelled(groups: list[list[Run]], by: str | None) -> list[Group]:
     keys = sorted({key for flat in flats for key in flat})
     differing = [key for key in keys if len({repr(flat.get(key)) for flat in flats}) > 1]
     if by is not None:
-        differing = [key for key in differing if key not in (by, SEED_KEY) and not key.startswith(f"{by}.")]
+        leading = [_value_at(group[0].config, by) for group in groups if group[0].config]
+        differing = [
+            key
+            for key in differing
+            if key not in (by, SEED_KEY)
+            and not key.startswith(f"{by}.")
+            and [flat.get(key) for flat in flats] != leading  # a key that only repeats the leading one says nothing
+        ]
     labels = []
     for group in groups:
         run = group[0]

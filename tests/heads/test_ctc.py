@@ -181,3 +181,15 @@ def test_one_view_has_no_consistency():
     assert CTC(5, 5).num_views == 1
     with pytest.raises(ValueError, match=r"consistency_weight=-0\.1"):
         CTC(5, 5, consistency_weight=-0.1)
+
+
+def test_two_layers_have_a_relu_between_them():
+    torch.manual_seed(0)
+    head = CTC(6, 5, dropout=0.0, num_layers=2, hidden_dim=4)
+    frames = torch.randn(2, 3, 6)
+    hidden = (frames @ head.hidden[0].weight.T + head.hidden[0].bias).clamp(min=0)
+    expected = (hidden @ head.output.weight.T + head.output.bias).log_softmax(-1)
+    torch.testing.assert_close(head.log_probs(Encoded(frames, torch.tensor([3, 3]))), expected)
+    assert [tuple(layer.weight.shape) for layer in CTC(6, 5, num_layers=3, hidden_dim=4).hidden] == [(4, 6), (4, 4)]
+    with pytest.raises(ValueError, match=r"head\.num_layers=0: at least 1"):
+        CTC(6, 5, num_layers=0)

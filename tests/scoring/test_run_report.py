@@ -238,6 +238,14 @@ def test_a_key_without_value_is_a_key(tmp_path):
     assert first[1][0] == "demo, init_mode=null"
 
 
+def test_a_key_that_repeats_the_leading_one_is_not_shown(tmp_path):
+    for mode, layers in ((None, 1), ("paper", 2)):
+        make_run(tmp_path / f"{mode}", {"init_mode": mode, "init": {"head": mode}, "head": {"num_layers": layers}})
+    first, _ = tables(make_report(find_runs([tmp_path]), by="init_mode"))
+    labels = {row[0] for row in first[1:]}
+    assert labels == {"demo, init_mode=null, head.num_layers=1", "demo, init_mode=paper, head.num_layers=2"}
+
+
 def test_order_follows_the_arguments(tmp_path):
     names = [f"run{number}" for number in (3, 20, 1)]
     paths = [make_run(tmp_path / name, {"lr": name}) for name in names]

@@ -25,6 +25,7 @@ def test_the_phases_of_a_training_step(tmp_path, precision, optim):
     assert told["features"] == [2, 200, 80] and told["tokens"] == [2, 7] and told["encoder_frames"] == 49
     phases = [told[name] for name in ("forward_s", "backward_s", "optimiser_s")]
     assert all(seconds > 0 for seconds in phases) and told["step_s"] > 0.5 * sum(phases)
+    assert told["step_mean_s"] > 0 and told["step_memory_mb"] > 1
     assert told["peak_memory_mb"] > 10 and told["threads"] == 1 and told["parameters"] > 1000
 
 
@@ -33,6 +34,40 @@ def test_features(tmp_path):
     assert told["features"] == [2, 300, 80]
     assert min(told[name] for name in ("fbank_s", "normalise_s", "augment_s")) > 0
     assert told["fbank_audio_s_per_s"] == pytest.approx(6 / told["fbank_s"], rel=0.05)
+
+
+def test_losses(tmp_path):
+    told = bench("loss", "--batch", "2", "--seconds", "2", "--tokens", "20", "--vocab", "100", "--repeats", "3",
+                 cwd=tmp_path)  # fmt: skip
+    assert told["frames"] == [2, 50, 100] and told["tokens"] == [2, 20] and told["prune_range"] == 5
+    assert told["times_faster"] == pytest.approx(told["full_s"] / told["pruned_s"], rel=0.01)
+    assert 0 <= told["pruned_memory_mb"] <= told["full_memory_mb"]
+
+
+@pytest.mark.parametrize("head", ["transducer", "transducer_ctc"])
+def test_searches(tmp_path, head):
+    told = bench("search", "--head", head, "--batch", "2", "--seconds", "1", "--encoder-dim", "16", "--vocab", "30",
+                 "--repeats", "1", cwd=tmp_path)  # fmt: skip
+    assert told["frames"] == [2, 25, 16]
+    names = ["greedy_search", "modified_beam_search"]
+    names += ["ctc_greedy_search", "ctc_prefix_beam_search"] if head == "transducer_ctc" else []
+    assert {key[:-2] for key in told if key.endswith("search_s")} == set(names)
+    assert all(told[f"{name}_s"] > 0 and told[f"{name}_tokens"] >= 0 for name in names)
+
+
+def test_the_table_of_both_forms_of_attention(tmp_path):
+    done = command(
+        "scripts/bench.py", "recurrent", "--lengths", "5", "250", "--batches", "8", "--forms", "recurrent", "training",
+        "--attentions", "linear", "--repeats", "1", "--layers", "1", "--heads", "1", "--threads", "1", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines()[2:]]
+    assert [row[:4] for row in rows] == [
+        [form, "linear", "8", length] for form in ("recurrent", "training") for length in ("5", "250")
+    ]
+    assert all(float(row[4]) > 0 and float(row[5]) > 10 for row in rows)
+    assert [bool(row[7]) for row in rows] == [False, True, False, False]
+    assert float(rows[1][7]) == pytest.approx(float(rows[1][4]) / 0.111, abs=0.01)
 
 
 @pytest.mark.slow
