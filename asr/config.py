@@ -116,6 +116,16 @@ class DataSettings:
 
 
 @dataclass
+class InitFromSettings:
+    """What training starts from: a run, or a checkpoint file, and which parts of it."""
+
+    run_dir: str | None = None
+    checkpoint: str | None = None
+    include: list[str] | None = None
+    exclude: list[str] | None = None
+
+
+@dataclass
 class TrainSettings:
     """Everything that `python train.py key=value` may set."""
 
@@ -126,6 +136,9 @@ class TrainSettings:
     device: str = "auto"
     init_mode: InitMode | None = InitMode.paper
     init: dict[str, Any] = field(default_factory=dict)
+    init_from: InitFromSettings = field(default_factory=InitFromSettings)
+    freeze: list[str] = field(default_factory=list)
+    lr_scale: dict[str, Any] = field(default_factory=dict)
     run_dir: str | None = None
     resume: Resume = Resume.auto
     data: DataSettings = field(default_factory=DataSettings)
@@ -283,12 +296,12 @@ def _spelled(key: str, value: Any) -> Any:
     return None if key in ("init_mode", "init") and value in ("none", "None", "null") else value
 
 
-def init_modes(init: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The modes of parts by dotted name, however deep the section `init` is nested."""
-    modes: dict[str, Any] = {}
-    for key, value in init.items():
-        modes |= init_modes(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return modes
+def by_place(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a section by dotted name of the part they are for, however deep the section is nested."""
+    values: dict[str, Any] = {}
+    for key, value in section.items():
+        values |= by_place(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return values
 
 
 def _plain(value: Any) -> Any:
@@ -355,15 +368,30 @@ def _train_faults(settings: TrainSettings) -> list[str]:
             f"data.stored_features={data.stored_features}: features can be stored only where data.volume_range and "
             "data.noise, which change them in every epoch, are null"
         )
-    modes = [mode.value for mode in InitMode]
-    faults += [
-        f"init.{place}={mode!r}: null, {', '.join(modes)} are allowed"
-        for place, mode in init_modes(settings.init).items()
-        if mode is not None and mode not in modes
-    ]
     if data.corpus.get("train", "found by the recipe") is None:
         faults.append("data.train: give your training data, as in data=custom data.train=my.tsv")
-    return faults + _search_faults(settings) + _device_faults(settings.device)
+    return faults + _part_faults(settings) + _search_faults(settings) + _device_faults(settings.device)
+
+
+def _part_faults(settings: TrainSettings) -> list[str]:
+    """What is wrong with the settings of parts; whether the parts exist is known when the model is built."""
+    modes = [mode.value for mode in InitMode]
+    faults = [
+        f"init.{place}={mode!r}: null, {', '.join(modes)} are allowed"
+        for place, mode in by_place(settings.init).items()
+        if mode is not None and mode not in modes
+    ]
+    faults += [
+        f"lr_scale.{place}={scale!r}: a factor above 0 is expected; freeze=[{place}] keeps a part as it is"
+        for place, scale in by_place(settings.lr_scale).items()
+        if isinstance(scale, bool) or not isinstance(scale, (int, float)) or scale <= 0
+    ]
+    source = settings.init_from
+    if source.run_dir and source.checkpoint:
+        faults.append(f"init_from.checkpoint={source.checkpoint}: give it or init_from.run_dir, not both")
+    if (source.include or source.exclude) and not (source.run_dir or source.checkpoint):
+        faults.append("init_from.run_dir: include and exclude are of a run or checkpoint, and none is given")
+    return faults
 
 
 def _search_faults(settings: TrainSettings) -> list[str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
+from asr.layers.parts import check_places, place_of
 from asr.types import Batch, Encoded
 
 
@@ -23,6 +25,24 @@ class AsrModel(nn.Module):
         self.augment = augment
         self.encoder = encoder
         self.head = head
+        self.frozen: tuple[str, ...] = ()
+
+    def freeze(self, places: Sequence[str]) -> None:
+        """Keep these parts (see `asr.layers.parts`) as they are: parameters without gradients, modules in evaluation
+        whatever mode the model is in, so that no statistics change and nothing is dropped."""
+        check_places(self, places, "freeze")
+        self.frozen = tuple(places)
+        for name, parameter in self.named_parameters():
+            if place_of(name, places) is not None:
+                parameter.requires_grad_(False)
+        self.train(self.training)
+
+    def train(self, mode: bool = True) -> AsrModel:
+        super().train(mode)
+        for name, module in self.named_modules():
+            if place_of(name, self.frozen) is not None:
+                module.training = False
+        return self
 
     def encode(self, features_BTF: Tensor, lens_B: Tensor) -> Encoded:
         """Encoder frames of log-mel features (B, T, F) as the loader gives them."""

@@ -9,7 +9,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
-from asr.config import ConfigError, DecodeSettings, TrainSettings, check, check_overrides, init_modes
+from asr.config import ConfigError, DecodeSettings, TrainSettings, by_place, check, check_overrides
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF = ROOT / "conf"
@@ -124,6 +124,10 @@ def test_all_faults_are_told_at_once_with_key_value_allowed_and_nearest_key():
         (["data.num_workers=-1"], r"^data.num_workers=-1: must be 0 or more"),
         (["resume=maybe"], r"^resume='maybe': .*auto, true, false"),
         (["init_mode=xavier"], r"^init_mode='xavier': .*xavier_uniform"),
+        (["lr_scale.encoder=0"], r"^lr_scale.encoder=0: a factor above 0 .* freeze=\[encoder\]"),
+        (["init_from.run_dir=a", "init_from.checkpoint=b"], r"^init_from.checkpoint=b: give it or init_from.run_dir"),
+        (["init_from.exclude=[head]"], r"^init_from.run_dir: include and exclude are of a run"),
+        (["+init_from.runs=a"], r"^init_from.runs='a': no such key; did you mean run_dir"),
         (["init.head=xavier"], r"^init.head='xavier': null, paper, xavier_uniform"),
     ],
 )
@@ -152,7 +156,7 @@ def test_yaml_and_typed_values_mean_the_same():
 def test_parts_are_initialised_as_the_whole_unless_they_say_otherwise(overrides, whole, parts):
     settings = check(compose_train(*overrides))
     assert (settings.init_mode.value if settings.init_mode else None) == whole
-    assert init_modes(settings.init) == parts
+    assert by_place(settings.init) == parts
 
 
 @pytest.mark.parametrize(
