@@ -55,12 +55,12 @@ def shrunk(cfg):
 
 def make_encoder(path):
     torch.manual_seed(0)
-    return instantiate(shrunk(OmegaConf.load(path)), input_dim=INPUT_DIM)
+    return instantiate(shrunk(OmegaConf.load(path)), _convert_="all", input_dim=INPUT_DIM)
 
 
 def make_head(path):
     torch.manual_seed(0)
-    return instantiate(OmegaConf.load(path), input_dim=WIDTH, vocab_size=VOCAB_SIZE, blank_id=0)
+    return instantiate(OmegaConf.load(path), _convert_="all", input_dim=WIDTH, vocab_size=VOCAB_SIZE, blank_id=0)
 
 
 def without_randomness(encoder):

@@ -40,7 +40,8 @@ def convert(result, run_dir):
     script["convert"](SimpleNamespace(read=lambda arguments: result), arguments)
 
 
-def test_the_run_folder_decodes_without_options(tmp_path, workplace, digits, capsys):
+def test_the_run_folder_decodes_without_options(tmp_path, workplace, digits, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where no data is prepared
     result = imported()
     convert(result, tmp_path / "run")
     assert "not used: optimizer" in capsys.readouterr().out
@@ -64,7 +65,7 @@ def test_training_takes_its_tokenizer(tmp_path, digits):
     arguments = ["tokenizer=saved", f"tokenizer.folder={tmp_path / 'run'}", f"run_dir={tmp_path / 'tuned'}"]
     sizes = [f"encoder.{key}={value}" for key, value in SIZES.items()]
     done = command("train.py", *digits, *arguments, *sizes, "data.num_workers=0", "data.num_jobs=1",
-                   "trainer.max_steps=1", "trainer.pictures=false", cwd=tmp_path)  # fmt: skip
+                   "trainer.max_steps=1", "trainer.pictures=false", "data.max_unknown=1", cwd=tmp_path)  # fmt: skip
     assert done.returncode == 0, done.stderr
     tuned = torch.load(tmp_path / "tuned" / "checkpoints" / "step-1.pt", weights_only=True)
     assert tuned["tokenizer"]["tokens"] == TOKENS and tuned["model"]["head.output.bias"].shape == (5,)

@@ -83,7 +83,7 @@ def test_a_finished_run_says_so_and_stays_as_it_is(stopped, digits):
         ("encoder.num_layers=2", "encoder.num_layers (was 1, now 2)"),
         ("seed=7", "seed (was 42, now 7)"),
         ("precision=amp_bf16", "precision (was 'auto', now 'amp_bf16')"),
-        ("optim.lr=0.5", "optim.lr (was 0.001, now 0.5)"),
+        ("optim.lr=0.5", "optim.lr (was 0.002, now 0.5)"),
         ("tokenizer=char", "tokenizer.kind (was 'word', now 'char')"),
         ("trainer.accumulate=2", "trainer.accumulate (was 1, now 2)"),
     ],

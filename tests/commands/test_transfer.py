@@ -48,7 +48,7 @@ def test_frozen_tensors_are_those_of_the_checkpoint_file(tmp_path, trained, digi
 
 
 def test_a_resumed_run_takes_nothing_over_again(tmp_path, trained, digits):
-    settings = [*digits, "tokenizer=char", "schedule=constant", f"init_from.run_dir={trained}",
+    settings = [*digits, "tokenizer=char", "schedule=constant", "optim.lr=0.001", f"init_from.run_dir={trained}",
                 "freeze=[encoder.blocks]", "lr_scale.encoder=0.5"]  # fmt: skip
     whole = train(*settings, "trainer.max_epochs=2", run_dir=tmp_path / "whole")
     run = train(*settings, "trainer.max_epochs=1", run_dir=tmp_path / "run")
