@@ -63,8 +63,8 @@ def train(settings: TrainSettings, run_dir: Path, world: World, device: Any) -> 
     from asr import build
     from asr.text.tokenizer import tokenizer_from_state
     from asr.training.checkpoint import CheckpointFolder
+    from asr.training.cpu import keep_freed_memory, threads_to_use
     from asr.training.loop import Trainer
-    from asr.training.memory import keep_freed_memory
     from asr.training.mfu import peak_flops
     from asr.training.monitor import Monitor
     from asr.training.pictures import Pictures
@@ -75,8 +75,8 @@ def train(settings: TrainSettings, run_dir: Path, world: World, device: Any) -> 
 
     if device.type == "cpu":
         keep_freed_memory()
-    if settings.trainer.num_threads:
-        torch.set_num_threads(settings.trainer.num_threads)
+        threads = settings.trainer.num_threads or threads_to_use(settings.data.num_workers)
+        torch.set_num_threads(threads or torch.get_num_threads())
     mode = resolve_precision(settings.precision.value, device)
     log.info("run folder %s  device %s  precision %s  processes %d", run_dir, device, mode, world.size)
 

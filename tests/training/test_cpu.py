@@ -4,9 +4,11 @@ import sys
 
 import pytest
 
+from asr.training.cpu import threads_to_use
+
 FAULTS = """
 import resource, torch
-from asr.training.memory import keep_freed_memory
+from asr.training.cpu import keep_freed_memory
 torch.set_num_threads(1)
 kept = keep_freed_memory() if {keep} else None
 def use():
@@ -38,3 +40,9 @@ def test_freed_memory_is_used_again():
     if kept != "True":
         pytest.skip("this C library has no mallopt")
     assert faults < 0.1 * page_faults(False)[1]
+
+
+def test_data_workers_have_cores_of_their_own(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(4)), raising=False)
+    assert [threads_to_use(workers, {}) for workers in (0, 1, 3, 9)] == [4, 3, 1, 1]
+    assert threads_to_use(1, {"OMP_NUM_THREADS": "2"}) is None
