@@ -93,8 +93,9 @@ def _start(steps: Steps, batch_size: int, beam: int) -> Beams:
     scores = torch.full((batch_size, beam), NEVER, device=contexts.device)
     scores[:, 0] = 0.0
     utterances = torch.arange(batch_size, device=contexts.device)
-    nothing = torch.zeros_like(contexts)
-    state = torch.stack([nothing, nothing, contexts, utterances])[:, :, None].expand(-1, -1, beam)
+    # A hash that begins with 1 tells sequences of zeros apart.
+    hashes, lens = torch.ones_like(contexts), torch.zeros_like(contexts)
+    state = torch.stack([hashes, lens, contexts, utterances])[:, :, None].expand(-1, -1, beam)
     return Beams(scores, state, steps.decode(contexts), utterances)
 
 
@@ -113,7 +114,7 @@ def _next_beams(steps: Steps, old: Beams, frames_BJ: Tensor) -> tuple[Beams, Ten
     state = old.state.gather(2, slots.expand(4, -1, -1))
     hashes, lens, contexts, rows = state
     emits = symbols != steps.blank_id
-    state[0] = torch.where(emits, hashes * HASH_FACTOR + symbols + 1, hashes)
+    state[0] = torch.where(emits, torch.add(symbols, hashes, alpha=HASH_FACTOR), hashes)
     lens += emits
     state[2] = torch.where(emits, steps.extend(contexts, symbols), contexts)
     beams = Beams(_merged(scores, hashes), state, old.decoded, old.utterances)

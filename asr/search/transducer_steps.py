@@ -42,7 +42,7 @@ class Steps:
 
     def extend(self, contexts: Tensor, tokens: Tensor) -> Tensor:
         """The contexts after one more token."""
-        return contexts * self._base % self.num_contexts + tokens
+        return torch.add(tokens, contexts, alpha=self._base) % self.num_contexts
 
     def with_utterance(self, contexts_BK: Tensor) -> Tensor:
         """Numbers that tell contexts of different utterances apart: utterance * num_contexts + context."""
