@@ -84,6 +84,7 @@ def train(settings: TrainSettings, run_dir: Path, world: World, device: Any) -> 
     found = CheckpointFolder(run_dir / "checkpoints").load_newest()
     if found:
         build.check_resume(found[1], config, mode)
+    source = None if found else build.load_source(settings)
     splits = build.prepare_data(settings, world)
     build.check_same_data(found[1] if found else None, settings)
     torch.manual_seed(settings.seed)
@@ -91,8 +92,11 @@ def train(settings: TrainSettings, run_dir: Path, world: World, device: Any) -> 
     tokenizer = tokenizer_from_state(found[1]["tokenizer"]) if found else build.build_tokenizer(settings, train_cuts)
 
     model = build.build_model(settings, tokenizer)
+    if source:
+        build.start_from(source, model, settings, tokenizer, run_dir if world.is_main else None)
     if not found:
         build.fit_feature_norm(model, settings, train_cuts)
+    model.freeze(settings.freeze)
     data = build.build_train_data(settings, splits, tokenizer, model, world, device.type == "cuda")
     precision = PrecisionMode(mode, device, settings.trainer.initial_grad_scale)
     model = precision.prepare(model.to(device))
@@ -121,6 +125,7 @@ def train(settings: TrainSettings, run_dir: Path, world: World, device: Any) -> 
         lambda model: validate(model, data.dev.epoch(0), search, tokenizer.decode, precision, world, device),
         precision, monitor, identity, world, build.reference_batches(settings, world),
         Pictures(monitor, data.dev, precision).draw if settings.trainer.pictures and world.is_main else None,
+        build.build_adversary_optimizer(settings, model),
     )  # fmt: skip
     if found:
         path, state = found

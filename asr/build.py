@@ -23,7 +23,16 @@ from lhotse.cut import Cut
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from asr.config import PASSED_BY_BUILD, ConfigError, DecodeSettings, Precision, TrainerSettings, TrainSettings, check
+from asr.config import (
+    PASSED_BY_BUILD,
+    ConfigError,
+    DecodeSettings,
+    Precision,
+    TrainerSettings,
+    TrainSettings,
+    by_place,
+    check,
+)
 from asr.data.augment import NoiseMixer, noise_cuts, random_volume, speed_perturb
 from asr.data.corpus import prepared_is_current, prepared_splits, write_prepared
 from asr.data.cuts import Manifest, Rejection, load_audio, load_cuts
@@ -42,9 +51,10 @@ from asr.text.normalise import Normaliser
 from asr.text.tokenizer import Tokenizer
 from asr.training.bf16_update import update_bf16
 from asr.training.distributed import World, share
-from asr.training.optim import parameter_groups
+from asr.training.optim import adversary_optimizer, parameter_groups
 from asr.training.run_folder import changed_keys, safe_name, write_json
 from asr.training.schedule import Schedule
+from asr.training.transfer import Source, read_source, transfer
 from asr.types import Hypothesis
 
 log = logging.getLogger(__name__)
@@ -114,10 +124,10 @@ def report_tokens(splits: dict[str, Path], tokenizer: Tokenizer, settings: Train
         unknown, examples = tokenizer.unknown_share(of_split)
         if unknown > 0.01:
             named = ", ".join(f"{unit!r}" for unit, _ in examples.most_common(10))
-            log.warning(
-                "%s: %.0f%% unknown to the tokenizer (%s): do case and script of the texts match it?",
-                split, 100 * unknown, named,
-            )  # fmt: skip
+            told = f"{split}: {100 * unknown:.0f}% unknown to the tokenizer ({named}): do case and script of the texts"
+            if unknown > settings.data.max_unknown:
+                raise ValueError(f"{told} match it? More than data.max_unknown={settings.data.max_unknown} is refused")
+            log.warning("%s match it?", told)
 
 
 def build_model(settings: TrainSettings, tokenizer: Tokenizer) -> AsrModel:
@@ -125,17 +135,48 @@ def build_model(settings: TrainSettings, tokenizer: Tokenizer) -> AsrModel:
     num_mel_bins = make(settings.features["fbank"]).output_dim
     feature_norm = make(settings.features["normalise"], num_mel_bins=num_mel_bins)
     encoder = make(settings.encoder, input_dim=num_mel_bins)
+    head = _build_head(settings, encoder.output_dim, tokenizer, tokenizer.vocab_size)
+    model = AsrModel(feature_norm, make(settings.augment), encoder, head)
+    initialise(model, settings.init_mode.value if settings.init_mode else None, by_place(settings.init))
+    return model
+
+
+def _build_head(settings: TrainSettings, input_dim: int, tokenizer: Tokenizer, vocab_size: int) -> Any:
     vocabulary = {
-        "input_dim": encoder.output_dim,
-        "vocab_size": tokenizer.vocab_size,
+        "input_dim": input_dim,
+        "vocab_size": vocab_size,
         "blank_id": tokenizer.blank_id,
         "sos_eos_id": tokenizer.sos_eos_id,
     }
-    head = make(settings.head, **accepted(locate(settings.head["_target_"]), vocabulary))
-    mode = settings.init_mode.value if settings.init_mode else None
-    for part in (encoder, head):
-        initialise(part, mode)
-    return AsrModel(feature_norm, make(settings.augment), encoder, head)
+    return make(settings.head, **accepted(locate(settings.head["_target_"]), vocabulary))
+
+
+def load_source(settings: TrainSettings) -> Source | None:
+    """What `init_from` names, if anything. Raises ValueError where it cannot be read."""
+    wanted = settings.init_from
+    return read_source(wanted.run_dir, wanted.checkpoint) if wanted.run_dir or wanted.checkpoint else None
+
+
+def start_from(
+    source: Source, model: AsrModel, settings: TrainSettings, tokenizer: Tokenizer, run_dir: Path | None
+) -> None:
+    """Take over weights; what became of every tensor is logged and, in `run_dir`, written to transfer.json."""
+    # Which axes of a head count tokens is found by building it for one token more: no head needs to tell.
+    with torch.random.fork_rng(devices=[]):
+        wider = _build_head(settings, model.encoder.output_dim, tokenizer, tokenizer.vocab_size + 1).state_dict()
+    axes = {
+        f"head.{name}": [axis for axis, size in enumerate(tensor.shape) if wider[name].size(axis) != size]
+        for name, tensor in model.head.state_dict().items()
+        if wider[name].shape != tensor.shape
+    }
+    wanted = settings.init_from
+    done = transfer(model, source, tokenizer, axes, wanted.include, wanted.exclude)
+    done.report()
+    there, here = source.config.get("features", {}).get("fbank"), settings.features["fbank"]
+    if there is not None and there != here:
+        log.warning("%s was trained on other features (%s) than features.fbank=%s", source.where, there, here)
+    if run_dir:
+        write_json(done.as_dict(), run_dir / "transfer.json")
 
 
 def fit_feature_norm(model: AsrModel, settings: TrainSettings, cuts: Manifest) -> None:
@@ -287,10 +328,20 @@ def scoring_unit(utterances: list[Utterance]) -> str:
 
 
 def build_optimizer(settings: TrainSettings, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimiser over parameter groups, of which those of one dimension do not decay."""
-    groups = parameter_groups(model, float(settings.optim.get("weight_decay", 0.0)))
-    optimizer = make(settings.optim)(groups)
+    """The optimiser over groups of parameters; those of one dimension do not decay, parts have their learning rates."""
+    weight_decay = float(settings.optim.get("weight_decay", 0.0))
+    optimizer = make(settings.optim)(parameter_groups(model, weight_decay, by_place(settings.lr_scale)))
+    for group in optimizer.param_groups:
+        group["lr"] *= group.get("lr_scale", 1.0)
     if settings.precision is Precision.bf16:
+        update_bf16(optimizer, settings.bf16_update.value, settings.seed)
+    return optimizer
+
+
+def build_adversary_optimizer(settings: TrainSettings, model: nn.Module) -> torch.optim.Optimizer | None:
+    """The optimiser of the model's adversaries, where it has any."""
+    optimizer = adversary_optimizer(model)
+    if optimizer and settings.precision is Precision.bf16:
         update_bf16(optimizer, settings.bf16_update.value, settings.seed)
     return optimizer
 
@@ -326,6 +377,9 @@ def as_plain(settings: TrainSettings) -> dict[str, Any]:
     """The settings as plain values, ready for YAML and checkpoints. Paths of data become absolute."""
     config = json.loads(json.dumps(dataclasses.asdict(settings)))  # enums become their values
     config["data"]["prepared_dir"] = str(Path(settings.data.prepared_dir).resolve())
+    for key in ("run_dir", "checkpoint"):
+        if path := config["init_from"][key]:
+            config["init_from"][key] = str(Path(path).resolve())
     return config
 
 
@@ -338,7 +392,8 @@ def store_identity(run_dir: Path, config: dict[str, Any], tokenizer: Tokenizer, 
 
 def check_resume(checkpoint: dict[str, Any], config: dict[str, Any], mode: str) -> None:
     """Raise ValueError when the run that wrote `checkpoint` was another one than `config` asks for."""
-    changed = changed_keys(checkpoint["config"], config)
+    # What the settings of an older version lack counts as it is now.
+    changed = changed_keys(config | checkpoint["config"], config)
     if checkpoint["precision"]["mode"] != mode:
         changed.append(f"precision (was {checkpoint['precision']['mode']}, now {mode})")
     if changed:

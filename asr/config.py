@@ -45,9 +45,9 @@ class Resume(str, Enum):
 
 
 class InitMode(str, Enum):
-    """Initialisation of the weights; none and null leave what PyTorch does."""
+    """Initialisation of the weights, see asr/layers/init.py; null is PyTorch's own."""
 
-    none = "none"
+    paper = "paper"
     xavier_uniform = "xavier_uniform"
     xavier_normal = "xavier_normal"
     kaiming_uniform = "kaiming_uniform"
@@ -83,6 +83,7 @@ class TrainerSettings:
     num_threads: int | None = None
     progress: bool = True
     pictures: bool = True
+    doctor_every: int | None = None
     scan_memory: bool | None = None
     profile: bool = False
     detect_anomaly: bool = False
@@ -98,6 +99,7 @@ class DataSettings:
     train: str | None = None
     dev: str | None = None
     test: str | None = None
+    max_unknown: float = 0.5
     min_duration: float = 0.3
     max_utterance: float = 20.0
     max_duration: float = 100.0
@@ -115,6 +117,16 @@ class DataSettings:
 
 
 @dataclass
+class InitFromSettings:
+    """What training starts from: a run, or a checkpoint file, and which parts of it."""
+
+    run_dir: str | None = None
+    checkpoint: str | None = None
+    include: list[str] | None = None
+    exclude: list[str] | None = None
+
+
+@dataclass
 class TrainSettings:
     """Everything that `python train.py key=value` may set."""
 
@@ -123,7 +135,11 @@ class TrainSettings:
     precision: Precision = Precision.auto
     bf16_update: Bf16Update = Bf16Update.kahan
     device: str = "auto"
-    init_mode: InitMode | None = None
+    init_mode: InitMode | None = InitMode.paper
+    init: dict[str, Any] = field(default_factory=dict)
+    init_from: InitFromSettings = field(default_factory=InitFromSettings)
+    freeze: list[str] = field(default_factory=list)
+    lr_scale: dict[str, Any] = field(default_factory=dict)
     run_dir: str | None = None
     resume: Resume = Resume.auto
     data: DataSettings = field(default_factory=DataSettings)
@@ -265,12 +281,28 @@ def _fill(schema: type, values: dict, prefix: str, faults: list[str]) -> Any:
                 faults.append(f"{full}={value!r}: a group of keys is expected here")
         else:
             try:
-                # Hydra turns `true` into a bool and the enum of `resume` wants its name.
-                typed[key] = str(value).lower() if isinstance(value, bool) and key == "resume" else value
+                typed[key] = _spelled(key, value)
                 filled[key] = _plain(typed[key])
             except OmegaConfBaseException as error:
                 faults.append(f"{full}={value!r}: {str(error).splitlines()[0]}")
     return schema(**filled)
+
+
+def _spelled(key: str, value: Any) -> Any:
+    """The value as the schema spells it: Hydra turns `true` into a bool and leaves `None` a word."""
+    if key == "resume" and isinstance(value, bool):
+        return str(value).lower()
+    if key == "init" and isinstance(value, dict):
+        return {place: _spelled(key, mode) for place, mode in value.items()}
+    return None if key in ("init_mode", "init") and value in ("none", "None", "null") else value
+
+
+def by_place(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a section by dotted name of the part they are for, however deep the section is nested."""
+    values: dict[str, Any] = {}
+    for key, value in section.items():
+        values |= by_place(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return values
 
 
 def _plain(value: Any) -> Any:
@@ -306,6 +338,7 @@ def _train_faults(settings: TrainSettings) -> list[str]:
         "trainer.keep_last": trainer.keep_last,
         "trainer.average_period": trainer.average_period,
         "trainer.max_skipped": trainer.max_skipped,
+        "trainer.doctor_every": trainer.doctor_every,
         "trainer.reference_duration": trainer.reference_duration,
         "data.max_duration": data.max_duration,
         "data.max_utterance": data.max_utterance,
@@ -318,6 +351,8 @@ def _train_faults(settings: TrainSettings) -> list[str]:
         faults.append(f"data.num_workers={data.num_workers}: must be 0 or more")
     if data.min_duration >= data.max_utterance:
         faults.append(f"data.min_duration={data.min_duration}: must be below data.max_utterance={data.max_utterance}")
+    if not 0 <= data.max_unknown <= 1:
+        faults.append(f"data.max_unknown={data.max_unknown}: a share between 0 and 1 is expected")
     if not data.speed_factors or any(not 0.5 <= factor <= 2.0 for factor in data.speed_factors):
         faults.append(
             f"data.speed_factors={data.speed_factors}: factors between 0.5 and 2 are expected, as in [0.9,1.0,1.1]"
@@ -336,7 +371,28 @@ def _train_faults(settings: TrainSettings) -> list[str]:
         )
     if data.corpus.get("train", "found by the recipe") is None:
         faults.append("data.train: give your training data, as in data=custom data.train=my.tsv")
-    return faults + _search_faults(settings) + _device_faults(settings.device)
+    return faults + _part_faults(settings) + _search_faults(settings) + _device_faults(settings.device)
+
+
+def _part_faults(settings: TrainSettings) -> list[str]:
+    """What is wrong with the settings of parts; whether the parts exist is known when the model is built."""
+    modes = [mode.value for mode in InitMode]
+    faults = [
+        f"init.{place}={mode!r}: null, {', '.join(modes)} are allowed"
+        for place, mode in by_place(settings.init).items()
+        if mode is not None and mode not in modes
+    ]
+    faults += [
+        f"lr_scale.{place}={scale!r}: a factor above 0 is expected; freeze=[{place}] keeps a part as it is"
+        for place, scale in by_place(settings.lr_scale).items()
+        if isinstance(scale, bool) or not isinstance(scale, (int, float)) or scale <= 0
+    ]
+    source = settings.init_from
+    if source.run_dir and source.checkpoint:
+        faults.append(f"init_from.checkpoint={source.checkpoint}: give it or init_from.run_dir, not both")
+    if (source.include or source.exclude) and not (source.run_dir or source.checkpoint):
+        faults.append("init_from.run_dir: include and exclude are of a run or checkpoint, and none is given")
+    return faults
 
 
 def _search_faults(settings: TrainSettings) -> list[str]:

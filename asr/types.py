@@ -63,10 +63,14 @@ class Batch:
 
 @dataclass
 class Encoded:
-    """What an encoder makes of a batch: frames (B, T, D) and their valid lengths (B,)."""
+    """What an encoder makes of a batch: frames (B, T, D) and their valid lengths (B,).
+
+    num_views: 2 where the second half of the rows are other augmented views of the utterances of the first.
+    """
 
     frames: Tensor
     lens: Tensor
+    num_views: int = 1
 
 
 @dataclass

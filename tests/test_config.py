@@ -9,7 +9,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
-from asr.config import ConfigError, DecodeSettings, TrainSettings, check, check_overrides
+from asr.config import ConfigError, DecodeSettings, TrainSettings, by_place, check, check_overrides
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF = ROOT / "conf"
@@ -18,6 +18,9 @@ ADDED = ("experiment", "debug")
 # What must be given with a choice, as its own comment says.
 NEEDED = {
     "data=custom": ["data.train=my.tsv"],
+    "head=transducer": ["search=greedy_search"],
+    "search=greedy_search": ["head=transducer"],
+    "search=modified_beam_search": ["head=transducer"],
     "tokenizer=saved": ["tokenizer.folder=runs/other"],
     "head=attention": ["search=attention"],
     "search=attention": ["head=ctc_attention"],
@@ -121,6 +124,11 @@ def test_all_faults_are_told_at_once_with_key_value_allowed_and_nearest_key():
         (["data.num_workers=-1"], r"^data.num_workers=-1: must be 0 or more"),
         (["resume=maybe"], r"^resume='maybe': .*auto, true, false"),
         (["init_mode=xavier"], r"^init_mode='xavier': .*xavier_uniform"),
+        (["lr_scale.encoder=0"], r"^lr_scale.encoder=0: a factor above 0 .* freeze=\[encoder\]"),
+        (["init_from.run_dir=a", "init_from.checkpoint=b"], r"^init_from.checkpoint=b: give it or init_from.run_dir"),
+        (["init_from.exclude=[head]"], r"^init_from.run_dir: include and exclude are of a run"),
+        (["+init_from.runs=a"], r"^init_from.runs='a': no such key; did you mean run_dir"),
+        (["init.head=xavier"], r"^init.head='xavier': null, paper, xavier_uniform"),
     ],
 )
 def test_a_fault_is_told_in_words(overrides, message):
@@ -132,6 +140,23 @@ def test_yaml_and_typed_values_mean_the_same():
     assert check(compose_train("resume='true'")).resume.value == "true"
     assert check(compose_train("data.max_duration=20")).data.max_duration == 20.0
     assert check(compose_train("trainer.max_steps=null")).trainer.max_steps is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "whole", "parts"),
+    [
+        ([], "paper", {"encoder": "paper", "head": "paper"}),
+        (["init_mode=null"], None, {"encoder": None, "head": None}),
+        (["init_mode=none"], None, {"encoder": None, "head": None}),
+        (["init_mode=None"], None, {"encoder": None, "head": None}),
+        (["init_mode=tds_normal", "init.head=None"], "tds_normal", {"encoder": "tds_normal", "head": None}),
+        (["+init.head.output=trunc_normal"], "paper", {"encoder": "paper", "head.output": "trunc_normal"}),
+    ],
+)
+def test_parts_are_initialised_as_the_whole_unless_they_say_otherwise(overrides, whole, parts):
+    settings = check(compose_train(*overrides))
+    assert (settings.init_mode.value if settings.init_mode else None) == whole
+    assert by_place(settings.init) == parts
 
 
 @pytest.mark.parametrize(
@@ -194,3 +219,18 @@ def test_heads_inside_a_head_are_checked_and_their_searches_offered():
     faults = faults_of("head=ctc_attention", "+head.heads.ctc.drop=0.5", "~head.heads.attention", "search=attention")
     assert any(re.search(r"^head\.heads\.ctc\.drop=0\.5: .*did you mean dropout", fault) for fault in faults)
     assert any(re.search(r"^search=attention: .*offers ctc_greedy_search, ctc_prefix_beam_search$", f) for f in faults)
+
+
+def test_a_section_for_a_dataclass_is_checked_key_by_key():
+    for place, head in (("head", "attention"), ("head.heads.attention", "ctc_attention")):
+        assert check(compose_train(f"head={head}", "search=attention", f"{place}.free_running.mode=own_output"))
+        faults = faults_of(
+            f"head={head}", "search=attention", f"{place}.free_running.mode=own", f"{place}.free_running.every=often",
+            f"+{place}.free_running.shares=0.1", f"{place}.free_running.share=[[0,0],[5,1]]",
+        )  # fmt: skip
+        assert [fault.partition(":")[0] for fault in faults] == [
+            f"{place}.free_running.mode='own'",
+            f"{place}.free_running.every='often'",
+            f"{place}.free_running.shares=0.1",
+        ]
+        assert "scheduled_sampling" in faults[0] and "did you mean share" in faults[2]

@@ -24,8 +24,11 @@ LIMITS = {
     "dims": 32,
     "unmasked_dims": 24,
     "feed_forward_dims": 48,
+    "channels": 32,
     "kernel_sizes": 15,
+    "repeats": 2,
 }
+MAX_ENTRIES = 8
 INPUT_DIM, WIDTH, VOCAB_SIZE = 80, 12, 7
 PRECISIONS = {
     "fp32": (torch.float32, None),
@@ -40,13 +43,13 @@ def names(paths):
 
 
 def shrunk(cfg):
-    """The configuration with each size cut to its limit; lists of sizes are kept as long as they are."""
+    """The configuration with each size cut to its limit, and lists of sizes to their last entries."""
     for key, limit in LIMITS.items():
         value = cfg.get(key)
         if isinstance(value, int):
             cfg[key] = min(value, limit)
         elif value is not None:
-            cfg[key] = [min(item, limit) for item in value]
+            cfg[key] = [1 if key == "num_layers" else min(item, limit) for item in value][-MAX_ENTRIES:]
     return cfg
 
 
@@ -110,13 +113,15 @@ def test_padding_is_invisible_to_training(encoder):
     without_randomness(encoder)
     features, lens = torch.randn(2, 60, INPUT_DIM), torch.tensor([60, 60])
     wide = torch.cat([features, torch.full((2, 44, INPUT_DIM), float("nan"))], dim=1)
+    directions = torch.randn(2, int(encoder.output_lens(lens)[0]), encoder.output_dim)
     states = []
     before = {name: value.clone() for name, value in encoder.state_dict().items()}
     for inputs in (features, wide):
         encoder.load_state_dict(before)
         encoder.zero_grad()
         torch.manual_seed(0)  # the draws of whether gradients are changed on their way
-        encoder.train()(inputs, lens).frames.square().sum().backward()
+        frames = encoder.train()(inputs, lens).frames
+        (frames[:, : directions.size(1)] * directions).sum().backward()
         grads = {name: parameter.grad.clone() for name, parameter in encoder.named_parameters()}
         states.append((grads, {name: value.clone() for name, value in encoder.state_dict().items()}))
     for tensors, others in zip(*states, strict=True):
@@ -150,9 +155,11 @@ def test_every_parameter_receives_a_gradient(encoder):
         assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
 
 
-def test_a_batch_of_too_short_inputs_trains(encoder):
-    encoded = encoder.train()(torch.randn(2, 3, INPUT_DIM), torch.tensor([3, 0]))
-    assert encoded.lens.tolist() == [0, 0]
+@pytest.mark.parametrize("lens", [[3, 0], [0, 0]])
+def test_a_batch_of_too_short_inputs_trains(encoder, lens):
+    encoded = encoder.train()(torch.randn(2, 3, INPUT_DIM), torch.tensor(lens))
+    assert encoded.lens.tolist() == encoder.output_lens(torch.tensor(lens)).tolist()
+    assert not encoded.frames[1].any()
     encoded.frames.sum().backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in encoder.parameters())
     assert all(value.isfinite().all() for value in encoder.state_dict().values())
@@ -267,5 +274,6 @@ def test_blank_in_a_transcript_is_refused(head):
         head.loss(encoded, tokens, token_lens)
 
 
-def test_searches_are_named(head):
-    assert head.searches and all(isinstance(name, str) for name in head.searches)
+def test_searches_are_named_and_stand_in_conf(head):
+    assert head.searches and all((CONF / "search" / f"{name}.yaml").is_file() for name in head.searches)
+    assert all(head.part_for(name) is not None for name in head.searches)

@@ -50,6 +50,40 @@ def test_augmentation_in_training_only():
     assert not torch.equal(plain.train()(data)["ctc"], augmented.train()(data)["ctc"])
 
 
+class Views(nn.Module):
+    """The first view as it is, the second halved."""
+
+    def forward(self, features_BTF, lens_B, num_views=1):
+        return torch.cat([features_BTF / (view + 1) for view in range(num_views)])
+
+
+def test_losses_of_two_views_are_their_means_and_the_views_are_compared():
+    data, plain = batch(), make(None)
+    model = AsrModel(Halve(), Views(), plain.encoder, CTC(16, 5, dropout=0.0, consistency_weight=0.2))
+    model.head.load_state_dict(plain.head.state_dict())
+    model.head.batch_count = 2000.0
+    model.encoder.eval()  # its batch norm would mix the views
+    model.training = True
+    parts = model(data)
+    assert set(parts) == {"ctc", "consistency"} and all(losses.shape == (2,) for losses in parts.values())
+    views = [plain.encoder(data.features / factor, data.feature_lens) for factor in (2, 4)]
+    losses = [plain.head.loss(view, data.tokens, data.token_lens) for view in views]
+    torch.testing.assert_close(parts["ctc"], sum(losses) / 2)
+    first, second = (plain.head.log_probs(view) for view in views)
+    divergence = ((first.exp() - second.exp()) * (first - second)).sum(2)
+    valid = torch.arange(divergence.size(1)) < views[0].lens[:, None]
+    torch.testing.assert_close(parts["consistency"], 0.2 * (divergence * valid).sum(1) / 2)
+    assert set(model.eval()(data)) == {"ctc"}
+
+
+def test_views_without_augmentation_differ_by_dropout_alone():
+    data, model = batch(), make(None)
+    model.head = CTC(16, 5, dropout=0.3, consistency_weight=0.2, consistency_warmup=0)
+    model.encoder.eval()
+    model.training = True
+    assert (model(data)["consistency"] > 0).all()
+
+
 def test_a_few_steps_lower_the_loss():
     model, data = make(None).train(), batch()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

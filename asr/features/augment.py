@@ -9,8 +9,8 @@ from torch import Tensor, nn
 class NoAugment(nn.Module):
     """Features as they are."""
 
-    def forward(self, features_BTF: Tensor, lens_B: Tensor) -> Tensor:
-        return features_BTF
+    def forward(self, features_BTF: Tensor, lens_B: Tensor, num_views: int = 1) -> Tensor:
+        return features_BTF if num_views == 1 else features_BTF.repeat(num_views, 1, 1)
 
 
 class SpecAugment(nn.Module):
@@ -66,15 +66,25 @@ class SpecAugment(nn.Module):
         self.fill = fill
 
     @torch.no_grad()
-    def forward(self, features_BTF: Tensor, lens_B: Tensor) -> Tensor:
-        """(B, T, F) features and (B,) valid frames -> (B, T, F), in eval mode the same tensor."""
+    def forward(self, features_BTF: Tensor, lens_B: Tensor, num_views: int = 1) -> Tensor:
+        """(B, T, F) features and (B,) valid frames -> (num_views * B, T, F), in eval mode the features as they are.
+
+        The first views of all utterances come first. Views of an utterance share its time warp, so that their frames
+        speak of the same moments, and differ in their masks.
+        """
         if not self.training or features_BTF.numel() == 0:
-            return features_BTF
-        num_utterances, num_frames, num_bins = features_BTF.shape
+            return features_BTF if num_views == 1 else features_BTF.repeat(num_views, 1, 1)
         lens = lens_B.to(features_BTF.device)
-        chosen = torch.rand(num_utterances, device=lens.device) < self.probability
+        chosen = torch.rand(len(lens), device=lens.device) < self.probability
         if self.time_warp_factor:
             features_BTF = self._warp(features_BTF, torch.where(chosen, lens, 0))
+        if num_views > 1:
+            features_BTF = features_BTF.repeat(num_views, 1, 1)
+            lens, chosen = lens.repeat(num_views), chosen.repeat(num_views)
+        return self._mask(features_BTF, lens, chosen)
+
+    def _mask(self, features_BTF: Tensor, lens: Tensor, chosen: Tensor) -> Tensor:
+        num_utterances, num_frames, num_bins = features_BTF.shape
         in_time = spans(*self._draw_time_masks(lens), num_frames)
         in_freq = spans(*self._draw_freq_masks(num_utterances, num_bins, lens.device), num_bins)
         valid = torch.arange(num_frames, device=lens.device) < torch.where(chosen, lens, 0)[:, None]

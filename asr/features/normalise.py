@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-MODES = ("global", "utterance", "none")
+MODES = ("global", "utterance", "per_feature", "none")
 _LEAST_STD = 0.1
 
 
@@ -15,9 +15,11 @@ class FeatureNorm(nn.Module):
     """Features to zero mean and unit standard deviation per mel bin, over valid frames only.
 
     mode: "global" uses `mean` and `std` of the training set, set by `fit` and kept in the state dict;
-        "utterance" those of each utterance; "none" leaves features alone but for the padding.
+        "utterance" those of each utterance; "per_feature" the same as NeMo takes them; "none" leaves features alone but
+        for the padding.
 
-    A standard deviation below 0.1 counts as 0.1, so that silence, a single frame and dead bins stay finite and small.
+    A standard deviation below 0.1 counts as 0.1, so that silence, a single frame and dead bins stay finite and small;
+    NeMo adds 1e-5 to the one over T - 1 frames.
     Output and statistics are float32 whatever the type of the model.
 
     Raises ValueError for an unknown mode.
@@ -78,8 +80,12 @@ class FeatureNorm(nn.Module):
         else:
             count_B11 = lens_B.clamp(min=1)[:, None, None]
             centred = (features - features.sum(dim=1, keepdim=True) / count_B11).masked_fill(~valid_BT1, 0.0)
-            variance = centred.square().sum(dim=1, keepdim=True) / count_B11
-            normalised = centred / variance.sqrt().clamp(min=_LEAST_STD)
+            squares = centred.square().sum(dim=1, keepdim=True)
+            if self.mode == "per_feature":
+                std = (squares / (count_B11 - 1).clamp(min=1)).sqrt() + 1e-5
+            else:
+                std = (squares / count_B11).sqrt().clamp(min=_LEAST_STD)
+            normalised = centred / std
         return normalised.masked_fill(~valid_BT1, 0.0)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FeatureNorm:

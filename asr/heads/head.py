@@ -17,11 +17,14 @@ class Head(nn.Module, ABC):
     `blank_id` (the tokenizer's) from the build.
 
     searches: names of the searches that decode with it, as in conf/search; the first is the default.
+    num_views: augmented views of every utterance that its loss compares in training, one after the other in the batch
+        (see `Encoded.num_views`); 1 where it compares none.
     """
 
     vocab_size: int
     blank_id: int
     searches: tuple[str, ...]
+    num_views: int = 1
 
     @abstractmethod
     def loss_parts(self, encoded: Encoded, tokens_BU: Tensor, token_lens_B: Tensor) -> dict[str, Tensor]:

@@ -50,6 +50,7 @@ class Joint(Head):
         given = {"input_dim": input_dim, "vocab_size": vocab_size, "blank_id": blank_id, "sos_eos_id": sos_eos_id}
         made = {name: make(**accepted(make, given)) for name, make in heads.items()}
         self.heads = nn.ModuleDict(made)
+        self.num_views = max(head.num_views for head in made.values())
         own = dict.fromkeys(search for head in made.values() for search in head.searches)
         together = [search for search, needed in self.combined.items() if set(needed) <= set(heads)]
         self.searches = (*own, *together)

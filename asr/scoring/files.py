@@ -59,7 +59,7 @@ def write_results(
 
     meta: what the scores cannot tell: method, epoch, avg, rtf (seconds of decoding per second of audio), commit,
         checksum of the weights, extra (a mapping); whatever is left out is null, further keys are kept.
-    unit: the unit that errs.txt aligns, "word" or "character"; result.json holds both rates.
+    unit: the unit that errs.txt aligns and reports count, "word" or "character"; result.json holds both rates.
 
     Returns the contents of result.json; rates are in percent and None without reference units.
     Raises ValueError for an id that occurs twice or that would break the lines of recogs.txt.
@@ -73,6 +73,7 @@ def write_results(
     result = {
         **dict.fromkeys(DECODING_KEYS),
         **meta,
+        "unit": unit,
         "num_utterances": len(ordered),
         "ref_words": by_word.counts.ref_units,
         **_errors(by_word.counts),

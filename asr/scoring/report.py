@@ -15,6 +15,7 @@ from asr.scoring.wer import compare
 SEED_KEY = "seed"
 MAX_SHOWN_KEYS = 4
 NO_RESULTS = "no decode results"
+RATES = {"word": "WER", "character": "CER"}
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,10 @@ def group_runs(runs: list[Run], by: str | None = None) -> list[Group]:
 
 
 def training_table(groups: list[Group], loss: bool = False) -> str:
-    """Training config, WER of every set, peak memory, time per epoch, and on request the first losses."""
+    """Training config, error rate of every set, peak memory, time per epoch, and on request the first losses."""
     sets, shared = _set_names(groups), _shared_setting(groups)
-    rates = [f"WER {name}" for name in sets] or ["WER"]
+    units = _units(groups)
+    rates = [f"{RATES[units[name]]} {name}" for name in sets] or ["WER"]
     header = ["training config", *rates, "peak memory", "time per epoch"]
     header += ["train loss, epoch 1", "train loss, epoch 2"] if loss else []
     rows = []
@@ -88,20 +90,22 @@ def training_table(groups: list[Group], loss: bool = False) -> str:
         for setting in group.settings():
             label = group.label if shared or setting is None else f"{group.label} ({setting})"
             rows.append([label, *_rate_cells(group, sets, setting), *facts])
-    caption = "WER in percent with its 95% interval; several seeds as mean ± standard deviation."
+    named = " and ".join(sorted({RATES[unit] for unit in units.values()}, reverse=True)) or "WER"
+    caption = f"{named} in percent with its 95% interval; several seeds as mean ± standard deviation."
     return f"{_table(header, rows)}\n\n{caption}{f' Decoded with {shared}.' if shared else ''}"
 
 
 def model_table(groups: list[Group]) -> str:
-    """Model, WER of every set, and how it was decoded."""
-    sets = _set_names(groups)
+    """Model, error rate of every set, and how it was decoded."""
+    sets, units = _set_names(groups), _units(groups)
+    header = [name if units[name] == "word" else f"{RATES[units[name]]} {name}" for name in sets]
     rows = []
     for group in groups:
         parameters = max(_numbers(group.runs, "num_parameters"), default=None)
         label = group.label if parameters is None else f"{group.label}, {parameters / 1e6:.2f} M parameters"
         for setting in group.settings():
             rows.append([label, *_rate_cells(group, sets, setting), str(setting or "")])
-    return _table(["model", *(sets or ["WER"]), "comment"], rows)
+    return _table(["model", *(header or ["WER"]), "comment"], rows)
 
 
 def compare_runs(a: Run, b: Run) -> str:
@@ -116,7 +120,8 @@ def compare_runs(a: Run, b: Run) -> str:
         if first.setting != second.setting:
             title += f" against {second.setting}"
         try:
-            found = compare(read_recogs(first.folder / "recogs.txt"), read_recogs(second.folder / "recogs.txt"))
+            one, other = (read_recogs(side.folder / "recogs.txt") for side in (first, second))
+            found = compare(one, other, first.unit)
         except (ValueError, OSError) as error:
             lines.append(f"- {title}: not comparable: {error}")
             continue
@@ -149,7 +154,14 @@ def _labelled(groups: list[list[Run]], by: str | None) -> list[Group]:
     keys = sorted({key for flat in flats for key in flat})
     differing = [key for key in keys if len({repr(flat.get(key)) for flat in flats}) > 1]
     if by is not None:
-        differing = [key for key in differing if key not in (by, SEED_KEY) and not key.startswith(f"{by}.")]
+        leading = [_value_at(group[0].config, by) for group in groups if group[0].config]
+        differing = [
+            key
+            for key in differing
+            if key not in (by, SEED_KEY)
+            and not key.startswith(f"{by}.")
+            and [flat.get(key) for flat in flats] != leading  # a key that only repeats the leading one says nothing
+        ]
     labels = []
     for group in groups:
         run = group[0]
@@ -186,14 +198,15 @@ def _rate_cells(group: Group, sets: list[str], setting: Setting | None) -> list[
 
 
 def _rate_cell(results: list[dict[str, Any]], num_runs: int) -> str:
-    rates = [result["wer"] for result in results if result.get("wer") is not None]
+    key = "cer" if any(result.get("unit") == "character" for result in results) else "wer"
+    rates = [result[key] for result in results if result.get(key) is not None]
     if not results:
         return "-"
     if len(rates) > 1:
         return f"{_spread(rates, format_rate)} (n={len(rates)})"
     if not rates:
         return format_rate(None)
-    interval = next((result.get("wer_ci95") for result in results if result.get("wer") is not None), None)
+    interval = next((result.get(f"{key}_ci95") for result in results if result.get(key) is not None), None)
     cell = format_rate(rates[0]) + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "")
     return cell if num_runs == 1 else f"{cell} (n=1)"
 
@@ -226,6 +239,11 @@ def _common(a: Run, b: Run) -> list[tuple[Decoded, Decoded]]:
 
 def _set_names(groups: list[Group]) -> list[str]:
     return sorted({decoded.set_name for group in groups for run in group.runs for decoded in run.decoded})
+
+
+def _units(groups: list[Group]) -> dict[str, str]:
+    """What the error rate of each set counts."""
+    return {decoded.set_name: decoded.unit for group in groups for run in group.runs for decoded in run.decoded}
 
 
 def _shared_setting(groups: list[Group]) -> Setting | None:

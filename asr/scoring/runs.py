@@ -36,6 +36,11 @@ class Decoded:
     setting: Setting
     result: dict[str, Any]
 
+    @property
+    def unit(self) -> str:
+        """What its error rate counts: "character" for Chinese and Japanese, else "word"."""
+        return str(self.result.get("unit") or "word")
+
 
 @dataclass
 class Run:

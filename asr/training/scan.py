@@ -62,14 +62,14 @@ def scan_memory(
         for batch in batches:
             described = _described(batch, loader.cuts.durations)
             _forward_and_backward(model, loader.load(batch, epoch).to(precision.device), precision)
-            optimizer.zero_grad(set_to_none=True)
+            model.zero_grad(set_to_none=True)
         del held
     except RuntimeError as error:
         if not _is_out_of_memory(error):
             raise
         raise ValueError(_advice(described, len(batch) == 1, precision, data)) from None
     finally:
-        optimizer.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)
         model.train(was_training)
         with torch.no_grad():
             for buffer, before in buffers:

@@ -69,15 +69,16 @@ class WarmupHoldDecay:
 class WarmupInverseSqrt:
     """Linear warm-up, then decay with the inverse square root of the step (Noam; WeNet's WarmupLR).
 
-    The factor is 1 at `warmup_steps`.
+    The factor is 1 at `warmup_steps`. Where `total_steps` is given, warm-up takes a third of it at most: a short run
+    would never reach its learning rate.
     """
 
-    def __init__(self, warmup_steps: int = 25000):
-        self.warmup_steps = max(1, warmup_steps)
+    def __init__(self, warmup_steps: int = 25000, total_steps: int | None = None):
+        self.warmup_steps = max(1, warmup_steps if total_steps is None else min(warmup_steps, total_steps // 3))
 
     def factor(self, step: int, epoch: int) -> float:
         step = max(1, step)
-        return self.warmup_steps**0.5 * min(step**-0.5, step * self.warmup_steps**-1.5)
+        return min(step / self.warmup_steps, (self.warmup_steps / step) ** 0.5)
 
 
 class Eden:

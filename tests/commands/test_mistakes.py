@@ -55,6 +55,17 @@ def test_a_table_that_names_no_audio(tmp_path):
     assert "x missing file" in done.stderr and f"{tmp_path}/c.wav" in done.stderr
 
 
+def test_texts_that_the_tokenizer_does_not_know_are_refused_with_their_share(tmp_path, workplace, digits):
+    wavs = sorted((workplace / "digits" / "recordings").glob("*.wav"))
+    for split, text in (("train", "打开灯"), ("dev", "開燈ABC")):
+        (tmp_path / f"{split}.tsv").write_text("".join(f"{path}\t{text}\n" for path in wavs[:6]))
+    given = [*OWN, "tokenizer=char", "data.train=train.tsv", "data.dev=dev.tsv", "data.corpus.test_share=0"]
+    done = command("train.py", *given, cwd=tmp_path)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "dev: 100% unknown to the tokenizer ('開', '燈', 'A', 'B', 'C')" in done.stderr
+    assert "More than data.max_unknown=0.5 is refused" in done.stderr
+
+
 def test_the_traceback_is_shown_on_request(tmp_path):
     settings = digits_data(tmp_path / "none", tmp_path / "p")
     done = python("train.py", *settings, cwd=tmp_path, ASR_TRACEBACK="1", HYDRA_FULL_ERROR="1")

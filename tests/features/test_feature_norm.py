@@ -100,7 +100,7 @@ def test_a_low_precision_model_keeps_exact_statistics(dtype):
 
 
 def test_wrong_use_is_refused_in_words():
-    with pytest.raises(ValueError, match=r"mode='cmvn'.*global, utterance, none"):
+    with pytest.raises(ValueError, match=r"mode='cmvn'.*global, utterance, per_feature, none"):
         FeatureNorm(5, "cmvn")
     with pytest.raises(ValueError, match="at least one frame"):
         FeatureNorm(5).fit([torch.zeros(0, 5)])

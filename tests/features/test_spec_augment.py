@@ -127,6 +127,21 @@ def test_same_seed_same_draw_and_none_in_eval():
     assert torch.equal(augment.eval()(features, lens), features)
 
 
+def test_views_share_the_warp_and_differ_in_masks():
+    torch.manual_seed(0)
+    warping = SpecAugment(**(OFF | {"time_warp_factor": 30}))
+    features, lens = torch.randn(6, 200, 8), torch.tensor([200, 150, 90, 200, 40, 0])
+    first, second = warping(features, lens, num_views=2).chunk(2)
+    assert torch.equal(first, second) and not torch.equal(first, features)
+    masking = SpecAugment(**(OFF | {"num_time_masks": 5, "num_freq_masks": 2, "max_freq_mask_width": 4}))
+    first, second = masking(features, lens, num_views=2).chunk(2)
+    for view in (first, second):
+        assert ((view == features) | (view == 0)).all()
+    assert not torch.equal(first, second)
+    for augment in (NoAugment(), masking.eval()):
+        assert torch.equal(augment(features, lens, num_views=2), features.repeat(2, 1, 1))
+
+
 def test_fill_and_dtype():
     torch.manual_seed(0)
     augment = SpecAugment(**(ICEFALL | {"fill": -3.0, "time_warp_factor": 10}))

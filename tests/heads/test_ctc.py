@@ -129,3 +129,67 @@ def test_overfits_one_utterance():
         optimizer.step()
     best = head.log_probs(Encoded(frames, torch.tensor([10])))[0].argmax(-1).tolist()
     assert [token for token, _ in itertools.groupby(best) if token != head.blank_id] == [3, 1, 1, 4]
+
+
+def two_views(lens=(9, 6)):
+    torch.manual_seed(0)
+    frames = torch.randn(2 * len(lens), max(lens), 5)
+    return Encoded(frames, torch.tensor([*lens, *lens]), num_views=2)
+
+
+TWICE = torch.tensor([[1, 2], [3, 0]]).repeat(2, 1), torch.tensor([2, 1]).repeat(2)
+
+
+def test_consistency_is_the_symmetric_divergence_of_two_views():
+    head = CTC(5, 5, dropout=0.0, consistency_weight=0.2, consistency_warmup=0)
+    encoded = two_views()
+    parts = head.loss_parts(encoded, *TWICE)
+    assert head.num_views == 2 and list(parts) == ["ctc", "consistency"]
+    log_probs = head.log_probs(encoded)
+    for row, length in enumerate((9, 6)):
+        first, second = log_probs[row, :length], log_probs[row + 2, :length]
+        symmetric = ((first.exp() - second.exp()) * (first - second)).sum()
+        torch.testing.assert_close(parts["consistency"][[row, row + 2]].sum(), 0.2 * symmetric)
+    torch.testing.assert_close(parts["ctc"], CTC.loss_parts(head, Encoded(encoded.frames, encoded.lens), *TWICE)["ctc"])
+
+
+def test_the_other_view_is_a_fixed_target():
+    head = CTC(5, 5, dropout=0.0, consistency_weight=1.0, consistency_warmup=0)
+    encoded = two_views()
+    encoded.frames.requires_grad_()
+    head.loss_parts(encoded, *TWICE)["consistency"][:2].sum().backward()
+    assert encoded.frames.grad[:2].abs().max() > 0 and not encoded.frames.grad[2:].any()
+
+
+def test_consistency_warms_up_and_counts_feasible_frames_only():
+    head = CTC(5, 5, dropout=0.0, consistency_weight=0.2, consistency_warmup=100)
+    encoded = two_views((9, 1))
+    tokens = torch.tensor([[1, 2], [3, 4]]).repeat(2, 1), torch.tensor([2, 2]).repeat(2)
+    encoded.frames[:, 9:] = torch.nan
+    values = []
+    for head.batch_count in (0.0, 50.0, 100.0, 500.0):
+        values.append(head.loss_parts(encoded, *tokens)["consistency"])
+    assert not values[0].any() and not values[3][[1, 3]].any()
+    torch.testing.assert_close(values[1], 0.5 * values[2])
+    torch.testing.assert_close(values[3], values[2])
+
+
+def test_one_view_has_no_consistency():
+    head = CTC(5, 5, consistency_weight=0.2)
+    encoded = Encoded(torch.randn(2, 9, 5), torch.tensor([9, 6]))
+    assert list(head.loss_parts(encoded, torch.tensor([[1], [2]]), torch.tensor([1, 1]))) == ["ctc"]
+    assert CTC(5, 5).num_views == 1
+    with pytest.raises(ValueError, match=r"consistency_weight=-0\.1"):
+        CTC(5, 5, consistency_weight=-0.1)
+
+
+def test_two_layers_have_a_relu_between_them():
+    torch.manual_seed(0)
+    head = CTC(6, 5, dropout=0.0, num_layers=2, hidden_dim=4)
+    frames = torch.randn(2, 3, 6)
+    hidden = (frames @ head.hidden[0].weight.T + head.hidden[0].bias).clamp(min=0)
+    expected = (hidden @ head.output.weight.T + head.output.bias).log_softmax(-1)
+    torch.testing.assert_close(head.log_probs(Encoded(frames, torch.tensor([3, 3]))), expected)
+    assert [tuple(layer.weight.shape) for layer in CTC(6, 5, num_layers=3, hidden_dim=4).hidden] == [(4, 6), (4, 4)]
+    with pytest.raises(ValueError, match=r"head\.num_layers=0: at least 1"):
+        CTC(6, 5, num_layers=0)

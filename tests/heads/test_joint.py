@@ -40,3 +40,18 @@ def test_a_search_finds_the_head_it_works_on():
 def test_every_head_has_a_weight(weights):
     with pytest.raises(ValueError, match=r"head\.weights"):
         joint(weights)
+
+
+def test_views_are_asked_for_where_one_head_compares_them():
+    torch.manual_seed(0)
+    heads = {"plain": partial(CTC, dropout=0.0), "ctc": partial(CTC, dropout=0.0, consistency_weight=0.2)}
+    head = Joint(heads, {"plain": 1.0, "ctc": 0.5}, input_dim=6, vocab_size=5)
+    head.heads["ctc"].batch_count = 4000.0
+    assert head.num_views == 2 and joint({"ctc": 1.0, "other": 1.0}).num_views == 1
+    encoded = Encoded(torch.randn(4, 8, 6), torch.tensor([8, 1, 8, 1]), num_views=2)
+    tokens, token_lens = ARGUMENTS[1].repeat(2, 1), ARGUMENTS[2].repeat(2)
+    parts = head.loss_parts(encoded, tokens, token_lens)
+    assert set(parts) == {"plain/ctc", "ctc", "ctc/consistency"}
+    alone = head.heads["ctc"].loss_parts(encoded, tokens, token_lens)
+    torch.testing.assert_close(parts["ctc/consistency"], 0.5 * alone["consistency"])
+    assert all((losses[[1, 3]] == 0).all() and (losses[[0, 2]] > 0).all() for losses in parts.values())

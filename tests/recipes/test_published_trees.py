@@ -7,6 +7,7 @@ import pytest
 from asr.data.checks import check_cuts
 from asr.data.corpus import write_prepared
 from asr.data.cuts import load_audio, unreadable_reason
+from asr.text.normalise import Normaliser
 from recipes.aishell.prepare import prepare as prepare_aishell
 from recipes.an4.prepare import prepare as prepare_an4
 from recipes.librispeech.prepare import prepare as prepare_librispeech
@@ -135,6 +136,16 @@ def test_aishell_joins_words_and_counts_what_does_not_match(aishell, write_noise
     assert cut.supervisions[0].text == "广州市房地产中介协会分析" and cut.supervisions[0].speaker == "S0764"
     (spaced,) = prepare_aishell(str(root), keep_spaces=True).splits["test"]
     assert spaced.supervisions[0].text == "广州市 房地产 中介 协会 分析"
+
+
+def test_aishell_reads_marks_line_ends_and_mixed_text(aishell):
+    transcript = aishell / "data_aishell" / "transcript" / "aishell_transcript_v0.8.txt"
+    first, *others = transcript.read_text(encoding="utf-8").splitlines()
+    mixed = f"{first.split()[0]} 播放 Ａ B C 的　歌"
+    transcript.write_bytes(("﻿" + "\r\n".join([mixed, *others, ""])).encode())
+    (cut,) = prepare_aishell(str(aishell)).splits["train"]
+    assert cut.supervisions[0].text == "播放ＡBC的歌"
+    assert Normaliser(width="half")(cut.supervisions[0].text) == "播放ABC的歌"
 
 
 def test_aishell_unpacks_the_archives_of_speakers(aishell):

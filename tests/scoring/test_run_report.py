@@ -238,8 +238,28 @@ def test_a_key_without_value_is_a_key(tmp_path):
     assert first[1][0] == "demo, init_mode=null"
 
 
+def test_a_key_that_repeats_the_leading_one_is_not_shown(tmp_path):
+    for mode, layers in ((None, 1), ("paper", 2)):
+        make_run(tmp_path / f"{mode}", {"init_mode": mode, "init": {"head": mode}, "head": {"num_layers": layers}})
+    first, _ = tables(make_report(find_runs([tmp_path]), by="init_mode"))
+    labels = {row[0] for row in first[1:]}
+    assert labels == {"demo, init_mode=null, head.num_layers=1", "demo, init_mode=paper, head.num_layers=2"}
+
+
 def test_order_follows_the_arguments(tmp_path):
     names = [f"run{number}" for number in (3, 20, 1)]
     paths = [make_run(tmp_path / name, {"lr": name}) for name in names]
     assert [run.folder for run in find_runs(paths)] == paths
     assert [run.folder.name for run in find_runs([tmp_path])] == ["run1", "run3", "run20"]
+
+
+def test_sets_that_are_scored_by_character_show_their_cer(tmp_path):
+    for name, text in (("a", "打开灯"), ("b", "打开 灯")):
+        run = make_run(tmp_path / name, {"x": name})
+        chinese = [Utterance(f"u{number}", "打开灯", text if number else "关灯") for number in range(4)]
+        write_results(run / "decode" / f"test-{GREEDY}", chinese, {}, unit="character")
+    report = make_report(find_runs([tmp_path / "a", tmp_path / "b"]))
+    training, model = tables(report)[:2]
+    assert training[0][1] == "CER test" and model[0][1] == "CER test"
+    assert training[1][1].startswith("16.67 [") and training[2][1] == training[1][1], "spaces do not count"
+    assert "CER in percent" in report and "difference +0.00" in report

@@ -23,9 +23,9 @@ def test_values():
 
 
 @pytest.mark.parametrize("total_steps", [1, 2, 3, 10])
-@pytest.mark.parametrize("kind", [WarmupCosine, WarmupHoldDecay])
+@pytest.mark.parametrize("kind", [WarmupCosine, WarmupHoldDecay, WarmupInverseSqrt])
 def test_short_runs_reach_their_learning_rate(kind, total_steps):
-    factors = [kind(total_steps).factor(step, 1) for step in range(1, total_steps + 1)]
+    factors = [kind(total_steps=total_steps).factor(step, 1) for step in range(1, total_steps + 1)]
     assert max(factors) == 1.0 and min(factors) > 0
 
 

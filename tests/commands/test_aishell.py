@@ -1,0 +1,61 @@
+"""The AISHELL recipe from its tree to rates of all searches, in every precision, on one real utterance."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.commands.tiny import MODEL, ROOT, command, decode, read_json
+
+UTTERANCE = Path(os.environ.get("ASR_SHARED", ROOT.parent / "shared")) / "data/single/aishell-BAC009S0724W0121.wav"
+SMALL = [
+    *(setting for setting in MODEL if not setting.startswith("tokenizer")),
+    *(f"head.heads.attention.{key}" for key in ("num_layers=1", "num_heads=2", "feed_forward_dim=16")),
+]
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """The publisher's tree with the utterance in each of its parts, and a transcript too many."""
+    if not UTTERANCE.is_file():
+        pytest.skip(f"{UTTERANCE} is absent")
+    lines = ["BAC009S0002W9999 没有 录音"]
+    for part, speaker in (("train", "S0002"), ("dev", "S0724"), ("test", "S0764")):
+        name = f"BAC009{speaker}W0121"
+        target = tmp_path / "data_aishell" / "wav" / part / speaker / f"{name}.wav"
+        target.parent.mkdir(parents=True)
+        shutil.copyfile(UTTERANCE, target)
+        lines.append(f"{name} 广州市 房地产 中介 协会 分析")
+    transcript = tmp_path / "data_aishell" / "transcript" / "aishell_transcript_v0.8.txt"
+    transcript.parent.mkdir()
+    transcript.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return [f"data.corpus.corpus_dir={tmp_path / 'data_aishell'}", f"data.prepared_dir={tmp_path / 'prepared'}"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "amp_fp16", "amp_bf16", "bf16"])
+def test_the_experiment_runs_from_preparing_to_rates(precision, tmp_path, tree):
+    run = tmp_path / "run"
+    # One utterance at three speeds: two batches, so one step.
+    # The usual scale may overflow the only step.
+    short = ["trainer.max_epochs=1", "trainer.initial_grad_scale=16", f"run_dir={run}"]
+    done = command("train.py", f"+experiment=aishell_{precision}", *SMALL, *tree, *short, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    record = read_json(run / "train.json")
+    assert record["status"] == "finished" and record["precision"] == precision
+    for method in ("ctc_greedy_search", "ctc_prefix_beam_search", "attention", "attention_rescoring"):
+        decode(run, "--method", method, "search.beam=2" if "greedy" not in method else "epoch=1")
+        found = read_json(run / "decode" / f"test-{method}-epoch-1-avg-1" / "result.json")
+        assert (found["unit"], found["ref_characters"], found["num_utterances"]) == ("character", 12, 1)
+
+
+def test_the_failing_original_and_its_remedies_compose_with_the_stand_in_corpus(tmp_path):
+    text = (ROOT / "conf/experiment/aishell_conformer_512_amp_fp16.yaml").read_text()
+    commands = [line.removeprefix("# ").split()[2:] for line in text.splitlines() if line.startswith("# python train")]
+    assert len(commands) == 3
+    for arguments in commands:
+        done = command("train.py", *arguments, "data=aishell_mini", "--cfg", "job", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        for override in arguments[1:]:
+            key, value = override.removeprefix("encoder.").split("=")
+            assert f"  {key}: {value}" in done.stdout
