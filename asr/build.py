@@ -74,9 +74,16 @@ def make(node: dict[str, Any], **arguments: Any) -> Any:
 
 def prepared_folder(settings: TrainSettings) -> Path:
     """Where this corpus with these settings lies: one folder each, so that a sweep over them overwrites nothing."""
-    stamp = hashlib.sha256(json.dumps(settings.data.corpus, sort_keys=True).encode()).hexdigest()[:8]
+    identity: Any = _prepared_as(settings) if settings.data.shar_dir else settings.data.corpus
+    stamp = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
     folder = Path(settings.data.prepared_dir)
     return folder.with_name(f"{folder.name}-{stamp}")
+
+
+def _prepared_as(settings: TrainSettings) -> dict[str, Any]:
+    """The settings that decide what lies in the prepared folder."""
+    data = settings.data
+    return {"corpus": data.corpus} | ({"shar_dir": data.shar_dir} if data.shar_dir else {})
 
 
 def prepare_data(settings: TrainSettings, world: World) -> dict[str, Path]:
@@ -84,12 +91,14 @@ def prepare_data(settings: TrainSettings, world: World) -> dict[str, Path]:
     folder = prepared_folder(settings)
     if world.is_main:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        stamp = {"corpus": settings.data.corpus}
+        stamp = _prepared_as(settings)
+        shar_dir = Path(settings.data.shar_dir) / folder.name / "train" if settings.data.shar_dir else None
         with FileLock(str(folder) + ".lock"):  # several runs may want the same corpus at once
             if not prepared_is_current(folder, stamp):
                 log.info("preparing %s in %s", settings.data.name, folder)
                 # Texts are stored as they are but for white space; what a run wants of them is its tokenizer's matter.
-                write_prepared(make(settings.data.corpus), folder, Normaliser(), stamp, settings.data.num_jobs)
+                corpus = make(settings.data.corpus)
+                write_prepared(corpus, folder, Normaliser(), stamp, settings.data.num_jobs, shar_dir)
     share(None, world)
     return prepared_splits(folder)
 

@@ -113,6 +113,7 @@ class DataSettings:
     noise_probability: float = 0.5
     stored_features: str | None = None
     limit: int | None = None
+    shar_dir: str | None = None
 
 
 @dataclass

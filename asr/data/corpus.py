@@ -25,6 +25,7 @@ from asr.data.report import (
     read_report,
     write_report,
 )
+from asr.data.shar import store_in_shar
 
 logger = logging.getLogger(__name__)
 
@@ -64,12 +65,15 @@ def write_prepared(
     normaliser: Callable[[str], str] | None,
     settings: Mapping[str, Any],
     num_jobs: int = 1,
+    shar_dir: Path | None = None,
 ) -> dict[str, Any]:
     """Check every cut of `corpus`, write one manifest per split and, last, `data_report.json`. Returns the report.
 
     Texts are written as the normaliser leaves them. Nothing in `prepared_dir` changes before all splits have passed,
     but for a hidden list of audio that has been read, by which a preparation that was interrupted goes on.
-    num_jobs: processes that read the audio. Raises ValueError for a split without a single usable utterance.
+    num_jobs: processes that read the audio.
+    shar_dir: where the audio of the training split is stored in large files, to be read from there.
+    Raises ValueError for a split without a single usable utterance.
     """
     prepared_dir = Path(prepared_dir)
     prepared_dir.mkdir(parents=True, exist_ok=True)
@@ -88,6 +92,8 @@ def write_prepared(
             if not statistics[split].utterances:
                 refused += [rejection for rejection in corpus.rejected if rejection.split == split]
                 raise ValueError(_nothing_left(split, refused))
+        if shar_dir and "train" in temporary:
+            store_in_shar(temporary["train"], shar_dir, num_jobs)
         report = build_report(statistics, rejected, corpus.notes, settings, _stamps(corpus.sources))
         _replace_manifests(prepared_dir, temporary)
     finally:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,9 +29,31 @@ SAMPLE_RATE = 16000
 FRAME_SECONDS = 0.01
 UNREADABLE = "unreadable"
 
-# Lhotse's default decoder guesses: it runs external programs for some formats and reports the failures of all its
-# candidates at once. One decoder gives the same samples and a short message on every machine.
-set_current_audio_backend(LibsndfileBackend())
+_BYTE_RANGE = re.compile(r"(?P<file>.+)@(?P<start>\d+)\+(?P<size>\d+)")
+
+
+def byte_range(file: str | Path, start: int, size: int) -> str:
+    """A path that stands for a part of a file, wherever the path of an audio file may stand."""
+    return f"{os.path.abspath(file)}@{start}+{size}"
+
+
+class _Libsndfile(LibsndfileBackend):
+    """Reads audio files and audio inside of other files.
+
+    Lhotse's default decoder guesses: it runs external programs for some formats and reports the failures of all its
+    candidates at once. One decoder gives the same samples and a short message on every machine.
+    """
+
+    def read_audio(self, path_or_fd: Any, *arguments: Any, **options: Any) -> Any:
+        part = _BYTE_RANGE.fullmatch(path_or_fd) if isinstance(path_or_fd, str) else None
+        if part and not os.path.exists(path_or_fd):
+            with open(part["file"], "rb") as file:
+                file.seek(int(part["start"]))
+                path_or_fd = BytesIO(file.read(int(part["size"])))
+        return super().read_audio(path_or_fd, *arguments, **options)
+
+
+set_current_audio_backend(_Libsndfile())
 
 
 @dataclass(frozen=True)
@@ -204,7 +228,9 @@ def load_audio(cut: Cut) -> np.ndarray:
             cut = cut.resample(SAMPLE_RATE)
         channels = cut.load_audio()
     except Exception as error:  # libsndfile, Lhotse and the file system raise many unrelated kinds
-        missing = bool(audio_path(cut)) and not os.path.exists(audio_path(cut))
+        path = audio_path(cut)
+        part = _BYTE_RANGE.fullmatch(path)
+        missing = bool(path) and not os.path.exists(path) and not (part and os.path.exists(part["file"]))
         reason, detail = ("missing file", "no such file") if missing else ("corrupt audio", _short(error))
         raise AudioError(f"{where}: {reason}: {detail}", reason, detail) from error
     if channels is None:

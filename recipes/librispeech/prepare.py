@@ -50,7 +50,8 @@ def prepare(
         elif split in ("train", "dev"):
             raise ValueError(
                 f"{root} has none of the parts {list(parts)} for {split!r}. Set data.corpus.corpus_dir to the folder "
-                f"that holds them, or data.corpus.{split} to the parts that you have."
+                f"that holds them, or data.corpus.{split} to the parts that you have; "
+                "`lhotse download librispeech --full FOLDER`, or --mini, gets them."
             )
     return corpus
 
