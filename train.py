@@ -88,7 +88,7 @@ def train(settings: TrainSettings, run_dir: Path, world: World, device: Any) -> 
     splits = build.prepare_data(settings, world)
     build.check_same_data(found[1] if found else None, settings)
     torch.manual_seed(settings.seed)
-    train_cuts = build.load_cuts(splits["train"])
+    train_cuts = build.Manifest(splits["train"])
     tokenizer = tokenizer_from_state(found[1]["tokenizer"]) if found else build.build_tokenizer(settings, train_cuts)
 
     model = build.build_model(settings, tokenizer)
@@ -125,6 +125,7 @@ def train(settings: TrainSettings, run_dir: Path, world: World, device: Any) -> 
         lambda model: validate(model, data.dev.epoch(0), search, tokenizer.decode, precision, world, device),
         precision, monitor, identity, world, build.reference_batches(settings, world),
         Pictures(monitor, data.dev, precision).draw if settings.trainer.pictures and world.is_main else None,
+        build.build_adversary_optimizer(settings, model),
     )  # fmt: skip
     if found:
         path, state = found

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,13 @@ from asr.config import (
     by_place,
     check,
 )
-from asr.data.augment import NoiseMixer, random_volume, speed_perturb
+from asr.data.augment import NoiseMixer, noise_cuts, random_volume, speed_perturb
 from asr.data.corpus import prepared_is_current, prepared_splits, write_prepared
-from asr.data.cuts import load_audio, load_cuts
+from asr.data.cuts import Manifest, Rejection, load_audio, load_cuts
 from asr.data.dataset import SpeechDataset, one_thread
 from asr.data.filters import count_reasons, duration_rules, feasibility_rule, filter_cuts
 from asr.data.loader import Loader
+from asr.data.packed import PackedCuts
 from asr.data.report import add_tokenizer_section, format_summary, read_report, write_report
 from asr.data.store import FeatureStore
 from asr.features.normalise import FeatureNorm
@@ -49,7 +51,7 @@ from asr.text.normalise import Normaliser
 from asr.text.tokenizer import Tokenizer
 from asr.training.bf16_update import update_bf16
 from asr.training.distributed import World, share
-from asr.training.optim import parameter_groups
+from asr.training.optim import adversary_optimizer, parameter_groups
 from asr.training.run_folder import changed_keys, safe_name, write_json
 from asr.training.schedule import Schedule
 from asr.training.transfer import Source, read_source, transfer
@@ -96,7 +98,7 @@ def texts_of(cuts: Iterable[Any]) -> list[str]:
     return [cut.supervisions[0].text or "" for cut in cuts]
 
 
-def build_tokenizer(settings: TrainSettings, train_cuts: CutSet) -> Tokenizer:
+def build_tokenizer(settings: TrainSettings, train_cuts: Iterable[Cut]) -> Tokenizer:
     """Train the tokenizer on the training transcripts."""
     return make(settings.tokenizer, texts=texts_of(train_cuts))
 
@@ -105,7 +107,7 @@ def report_tokens(splits: dict[str, Path], tokenizer: Tokenizer, settings: Train
     """Complete the data report with the tokenizer's view, store it in the run, print it, warn of unknown text."""
     report = read_report(prepared_folder(settings))
     assert report
-    texts = {split: texts_of(load_cuts(path)) for split, path in splits.items()}
+    texts = {split: texts_of(Manifest(path)) for split, path in splits.items()}
     add_tokenizer_section(report, texts, tokenizer)
     write_report(report, run_dir)
     log.info("%s", format_summary(report))
@@ -168,13 +170,13 @@ def start_from(
         write_json(done.as_dict(), run_dir / "transfer.json")
 
 
-def fit_feature_norm(model: AsrModel, settings: TrainSettings, cuts: CutSet) -> None:
+def fit_feature_norm(model: AsrModel, settings: TrainSettings, cuts: Manifest) -> None:
     """Take the statistics of evenly spread training utterances."""
     norm = model.feature_norm
     if not (isinstance(norm, FeatureNorm) and norm.needs_fit):
         return
     fbank = make(settings.features["fbank"])
-    chosen = list(cuts)[:: max(1, len(cuts) // UTTERANCES_FOR_STATISTICS)]
+    chosen = islice(cuts, 0, None, max(1, len(cuts) // UTTERANCES_FOR_STATISTICS))
 
     def features() -> Iterable[Tensor]:
         for cut in chosen:
@@ -203,7 +205,7 @@ def build_train_data(
     """Loaders of the training and dev sets. Raises ValueError when the filters leave nothing to train on."""
     data = settings.data
     fbank = make(settings.features["fbank"])
-    cuts = speed_perturb(load_cuts(splits["train"]), data.speed_factors)
+    cuts = speed_perturb(CutSet(Manifest(splits["train"])), data.speed_factors)
     rules = [
         *duration_rules(data.min_duration, data.max_utterance),
         feasibility_rule(
@@ -213,11 +215,11 @@ def build_train_data(
             model.head.min_frames,
         ),
     ]
-    kept, rejected = filter_cuts(cuts, rules)
+    rejected: list[Rejection] = []
+    kept = PackedCuts(islice(filter_cuts(cuts, rules, rejected), data.limit))
     filtered = count_reasons(rejected)
     if filtered:
         log.info("left out of training: %s", ", ".join(f"{count} {reason}" for reason, count in filtered.items()))
-    kept = kept[: data.limit]
     if not kept:
         raise ValueError(
             f"{splits['train']}: no utterance is left to train on ({filtered}); "
@@ -227,20 +229,20 @@ def build_train_data(
     if data.volume_range:
         augments.append(partial(random_volume, min_db=data.volume_range[0], max_db=data.volume_range[1]))
     if data.noise:
-        augments.append(NoiseMixer(load_cuts(data.noise), data.noise_snr[0], data.noise_snr[1], data.noise_probability))
+        low, high = data.noise_snr
+        augments.append(NoiseMixer(noise_cuts(data.noise), low, high, data.noise_probability))
 
     store = feature_store(settings)
 
-    def loader(of: list[Any], seed: int, cut_augments: tuple[Any, ...], training: bool) -> Loader:
+    def loader(of: PackedCuts, seed: int, cut_augments: tuple[Any, ...], training: bool) -> Loader:
         dataset = SpeechDataset(fbank, fbank.output_dim, tokenizer, seed, cut_augments, store)
         return Loader(
             of, dataset, data.max_duration, data.num_buckets, data.num_workers,
             shuffle=training, seed=seed, rank=world.rank, world_size=world.size, pin_memory=gpu,
         )  # fmt: skip
 
-    dev = kept if data.limit else list(load_cuts(splits["dev"]))
-    longest = max(cut.duration for cut in kept)
-    log.info("training on %d utterances, the longest of %.1f s; dev %d", len(kept), longest, len(dev))
+    dev = kept if data.limit else PackedCuts(Manifest(splits["dev"]))
+    log.info("training on %d utterances, the longest of %.1f s; dev %d", len(kept), max(kept.durations), len(dev))
     return TrainData(loader(kept, settings.seed, tuple(augments), True), loader(dev, 0, (), False), len(kept), filtered)
 
 
@@ -323,6 +325,14 @@ def build_optimizer(settings: TrainSettings, model: nn.Module) -> torch.optim.Op
     for group in optimizer.param_groups:
         group["lr"] *= group.get("lr_scale", 1.0)
     if settings.precision is Precision.bf16:
+        update_bf16(optimizer, settings.bf16_update.value, settings.seed)
+    return optimizer
+
+
+def build_adversary_optimizer(settings: TrainSettings, model: nn.Module) -> torch.optim.Optimizer | None:
+    """The optimiser of the model's adversaries, where it has any."""
+    optimizer = adversary_optimizer(model)
+    if optimizer and settings.precision is Precision.bf16:
         update_bf16(optimizer, settings.bf16_update.value, settings.seed)
     return optimizer
 

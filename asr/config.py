@@ -83,6 +83,7 @@ class TrainerSettings:
     num_threads: int | None = None
     progress: bool = True
     pictures: bool = True
+    doctor_every: int | None = None
     scan_memory: bool | None = None
     profile: bool = False
     detect_anomaly: bool = False
@@ -336,6 +337,7 @@ def _train_faults(settings: TrainSettings) -> list[str]:
         "trainer.keep_last": trainer.keep_last,
         "trainer.average_period": trainer.average_period,
         "trainer.max_skipped": trainer.max_skipped,
+        "trainer.doctor_every": trainer.doctor_every,
         "trainer.reference_duration": trainer.reference_duration,
         "data.max_duration": data.max_duration,
         "data.max_utterance": data.max_utterance,

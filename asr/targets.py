@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib
 import inspect
@@ -55,12 +56,31 @@ def target_faults(place: str, node: dict, passed: Collection[str] = ()) -> list[
             faults += [
                 fault for name, part in parts.items() for fault in target_faults(f"{place}.{key}.{name}", part, passed)
             ]
+        elif isinstance(node[key], dict) and (schema := _schema_in(hints.get(key, Any))):
+            faults += _section_faults(f"{place}.{key}", node[key], schema)
         elif not _fits(node[key], hints.get(key, Any)):
             faults.append(f"{place}.{key}={node[key]!r}: {_name(hints[key])} is expected")
     for name, parameter in parameters.items():
         optional = parameter.default is not parameter.empty or parameter.kind is parameter.VAR_POSITIONAL
         if not optional and name not in given and name not in passed:
             faults.append(f"{place}.{name}: required by {target}")
+    return faults
+
+
+def _schema_in(hint: Any) -> Any:
+    """The dataclass that a hint names, alone or among others; None where there is none."""
+    return next((option for option in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(option)), None)
+
+
+def _section_faults(place: str, values: dict, schema: Any) -> list[str]:
+    """What is wrong with the fields of a dataclass, given as a section."""
+    hints = typing.get_type_hints(schema)
+    faults = []
+    for key, value in values.items():
+        if key not in hints:
+            faults.append(f"{place}.{key}={value!r}: no such key{nearest(str(key), hints)}")
+        elif not _fits(value, hints[key]):
+            faults.append(f"{place}.{key}={value!r}: {_name(hints[key])} is expected")
     return faults
 
 

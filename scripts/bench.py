@@ -1,18 +1,25 @@
 """Speed and memory, measured. Each subcommand prints its figures; all but `loader` need no data.
 
 python scripts/bench.py train-step --encoder conformer_s --head ctc --precision amp_bf16 [key=value ...]
+python scripts/bench.py loss --batch 8 --tokens 40 --vocab 500
+python scripts/bench.py search --head transducer --batch 8
 python scripts/bench.py features --batch 16 --seconds 10
+python scripts/bench.py attention --batch 16 --frames 400 --heads 4 --head-dim 64
 python scripts/bench.py loader [+experiment=NAME] [key=value ...]
+python scripts/bench.py recurrent --lengths 250 500 --batches 1 8
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import multiprocessing
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -131,6 +138,7 @@ def bench_train_step(arguments: argparse.Namespace, overrides: list[str]) -> Non
     from asr.layers.schedule import set_batch_count
     from asr.text.listed_tokenizer import ListedTokenizer
     from asr.training.distributed import World
+    from asr.training.monitor import peak_memory_bytes
     from asr.training.precision import PrecisionMode, resolve_precision
     from asr.training.step import train_step
     from asr.types import Batch
@@ -162,7 +170,7 @@ def bench_train_step(arguments: argparse.Namespace, overrides: list[str]) -> Non
     precision = Timed(resolve_precision(settings.precision.value, device), device, initial_scale=1024.0)
     model = precision.prepare(build.build_model(settings, tokenizer).to(device)).train()
     set_batch_count(model, arguments.batch_count)
-    optimizer = build.build_optimizer(settings, model)
+    optimizer, adversary = build.build_optimizer(settings, model), build.build_adversary_optimizer(settings, model)
     if arguments.compile:
         model.encoder.compile()
 
@@ -176,9 +184,12 @@ def bench_train_step(arguments: argparse.Namespace, overrides: list[str]) -> Non
         texts=[""] * size,
     ).to(device)
     phases: dict[str, list[float]] = {"forward_s": [], "backward_s": [], "optimiser_s": [], "step_s": []}
+    at_start = peak_memory_bytes()
     for _ in range(1 + arguments.repeats):
         started = now(device)
-        result = train_step(model, [batch], optimizer, precision, settings.trainer.clip_norm, World(), device)
+        result = train_step(
+            model, [batch], optimizer, precision, settings.trainer.clip_norm, World(), device, adversary
+        )
         ended = now(device)
         optimiser_seconds = ended - precision.backward_ended
         times = (precision.forward_seconds, precision.backward_seconds, optimiser_seconds, ended - started)
@@ -195,9 +206,93 @@ def bench_train_step(arguments: argparse.Namespace, overrides: list[str]) -> Non
         "vocab": arguments.vocab,
     }
     medians = {name: statistics.median(measured[1:]) for name, measured in phases.items()}
+    # Where not all steps are alike, as with head.free_running, the mean over a multiple of their period counts.
+    medians["step_mean_s"] = statistics.mean(phases["step_s"][1:])
+    medians["step_memory_mb"] = (peak_memory_bytes() - at_start) / 2**20
     parameters = sum(parameter.numel() for parameter in model.parameters())
     how = {"precision": precision.mode, "compile": arguments.compile, "batch_count": arguments.batch_count}
     tell({"bench": "train-step", **given, **how, "parameters": parameters, **shapes, **medians}, device)
+
+
+def lattice_options(parser: argparse.ArgumentParser) -> None:
+    common_options(parser, batch=8)
+    parser.add_argument("--frame-rate", type=float, default=25.0, help="encoder frames a second")
+    parser.add_argument("--vocab", type=int, default=500)
+
+
+def loss_options(parser: argparse.ArgumentParser) -> None:
+    lattice_options(parser)
+    parser.add_argument("--tokens", type=int, default=40, help="of each utterance")
+    parser.add_argument("--prune-range", type=int, default=5)
+
+
+def bench_loss(arguments: argparse.Namespace, overrides: list[str]) -> None:
+    """Forward and backward of the pruned transducer losses, and of torchaudio's over the full lattice.
+
+    The joiner is tanh of a sum, part of both. Memory is what the process holds at most beyond its inputs.
+    """
+    import torch
+
+    from asr.losses.full_rnnt import full_loss
+    from asr.losses.pruned_rnnt import Transcripts, keep_rows, pruned_loss, pruning_ranges, simple_loss
+    from asr.training.monitor import peak_memory_bytes
+
+    device = prepared_device(arguments)
+    torch.manual_seed(0)
+    size, frames, rows = arguments.batch, round(arguments.seconds * arguments.frame_rate), arguments.tokens + 1
+    am, lm = (torch.randn(size, n, arguments.vocab, device=device, requires_grad=True) for n in (frames, rows))
+    tokens = torch.randint(1, arguments.vocab, (size, arguments.tokens), device=device)
+    lens = (torch.full((size,), n, device=device) for n in (arguments.tokens, frames))
+    transcripts = Transcripts(tokens, *lens, blank_id=0)
+
+    def pruned() -> None:
+        simple_B, *shares = simple_loss(am, lm, transcripts, lm_scale=0.25)
+        ranges = pruning_ranges(*shares, transcripts, arguments.prune_range)
+        logits_BTRV = torch.tanh(am[:, :, None] + keep_rows(lm, ranges))
+        (simple_B + pruned_loss(logits_BTRV, transcripts, ranges)).sum().backward()
+
+    def full() -> None:
+        full_loss(torch.tanh(am[:, :, None] + lm[:, None]), transcripts).sum().backward()
+
+    held = peak_memory_bytes()
+    figures: dict[str, Any] = {"bench": "loss", "frames": list(am.shape), "tokens": list(tokens.shape)}
+    figures["prune_range"] = arguments.prune_range
+    for name, work in {"pruned": pruned, "full": full}.items():  # the smaller first: a peak only rises
+        figures[f"{name}_s"] = median_seconds(work, arguments.repeats, device)
+        figures[f"{name}_memory_mb"] = (peak_memory_bytes() - held) / 2**20
+    figures["times_faster"] = figures["full_s"] / figures["pruned_s"]
+    tell(figures, device)
+
+
+def search_options(parser: argparse.ArgumentParser) -> None:
+    lattice_options(parser)
+    parser.add_argument("--head", default="transducer")
+    parser.add_argument("--encoder-dim", type=int, default=256, help="width of the encoder's frames")
+
+
+def bench_search(arguments: argparse.Namespace, overrides: list[str]) -> None:
+    """Seconds of every search of a head with random weights over random frames, where nearly every frame emits."""
+    import torch
+
+    from asr import build
+    from asr.targets import accepted, locate
+    from asr.types import Encoded
+
+    settings = composed([f"head={arguments.head}", *search_override(arguments.head), *overrides])
+    device = prepared_device(arguments)
+    torch.manual_seed(0)
+    given = {"input_dim": arguments.encoder_dim, "vocab_size": arguments.vocab, "blank_id": 0, "sos_eos_id": 1}
+    head = build.make(settings.head, **accepted(locate(settings.head["_target_"]), given)).to(device).eval()
+    size, frames = arguments.batch, round(arguments.seconds * arguments.frame_rate)
+    lens = torch.full((size,), frames, device=device)
+    encoded = Encoded(torch.randn(size, frames, arguments.encoder_dim, device=device), lens)
+    figures: dict[str, Any] = {"bench": "search", "head": arguments.head, "frames": list(encoded.frames.shape)}
+    figures["vocab"] = arguments.vocab
+    for name in head.searches:
+        search = build.build_search(build.search_settings(name, {}))
+        figures[f"{name}_s"] = median_seconds(lambda search=search: search(head, encoded), arguments.repeats, device)
+        figures[f"{name}_tokens"] = sum(len(hypothesis.tokens) for hypothesis in search(head, encoded))
+    tell(figures, device)
 
 
 def features_options(parser: argparse.ArgumentParser) -> None:
@@ -245,7 +340,7 @@ def bench_loader(arguments: argparse.Namespace, overrides: list[str]) -> None:
     settings = composed(overrides)
     world, device = connect(settings.device)
     splits = build.prepare_data(settings, world)
-    tokenizer = build.build_tokenizer(settings, build.load_cuts(splits["train"]))
+    tokenizer = build.build_tokenizer(settings, build.Manifest(splits["train"]))
     model = build.build_model(settings, tokenizer)
     loader = build.build_train_data(settings, splits, tokenizer, model, world, device.type == "cuda").train
     precision = PrecisionMode(resolve_precision(settings.precision.value, device), device)
@@ -272,9 +367,169 @@ def bench_loader(arguments: argparse.Namespace, overrides: list[str]) -> None:
     print(f"\nThe loader is {load_rate / step_rate:.1f} times as fast as the step over {len(kept) - 1} batches.")
 
 
+def attention_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--batch", type=int, default=16, help="utterances")
+    parser.add_argument("--frames", type=int, default=400, help="of the longest one; the shortest has half of them")
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=7, help="of each form, by turns; the best counts")
+    parser.add_argument("--threads", type=int, help="of PyTorch")
+    parser.add_argument("--device", default="auto")
+
+
+def bench_attention(arguments: argparse.Namespace, overrides: list[str]) -> None:
+    """Forward and backward of relative-position attention: ours, scaled_dot_product_attention, the eager formula."""
+    from scripts.attention_variants import VARIANTS
+
+    # First, while this process is small: Linux counts what a parent held as its child's peak.
+    megabytes = {name: in_process(attention_memory, arguments, name) for name in VARIANTS}
+    device = prepared_device(arguments)
+    work = attention_work(arguments, device)
+    seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    for _ in range(arguments.repeats + 1):
+        for name in VARIANTS:  # by turns, so that what else the machine does meets all of them
+            started = now(device)
+            work(name)
+            seconds[name].append(now(device) - started)
+    print("| attention | forward and backward, s | peak memory, MB |\n|---|---|---|")
+    for name, measured in seconds.items():
+        print(f"| {name} | {min(measured[1:]):.4f} | {megabytes[name]:.0f} |")
+
+
+def attention_memory(arguments: argparse.Namespace, name: str) -> float:
+    """By how many MB one forward and backward pass raises the peak of the process or of the GPU."""
+    from asr.training.monitor import peak_memory_bytes
+
+    work = attention_work(arguments, prepared_device(arguments))
+    before = peak_memory_bytes()
+    work(name)
+    return (peak_memory_bytes() - before) / 2**20
+
+
+def attention_work(arguments: argparse.Namespace, device: Any) -> Callable[[str], None]:
+    """A function that runs the form of attention of a name forward and backward."""
+    import torch
+
+    from asr.layers.attention import RelativeSelfAttention
+    from asr.layers.masks import length_mask
+    from asr.layers.positional import RelativePositionalEncoding
+    from scripts.attention_variants import VARIANTS
+
+    torch.manual_seed(0)
+    dim, num_frames = arguments.heads * arguments.head_dim, arguments.frames
+    frames = torch.randn(arguments.batch, num_frames, dim, device=device, requires_grad=True)
+    lens = torch.linspace(num_frames // 2, num_frames, arguments.batch, device=device).long()
+    mask = length_mask(lens, num_frames).unsqueeze(1)
+    table = RelativePositionalEncoding(dim)
+    places = table.of_distances(num_frames, num_frames, frames), table.of_positions(0, num_frames, frames)
+
+    def work(name: str) -> None:
+        variant, shift = VARIANTS[name]
+        torch.manual_seed(0)
+        attention = RelativeSelfAttention(dim, arguments.heads, shift=shift).to(device)
+        variant(attention, frames, *places, mask).sum().backward()
+
+    return work
+
+
+# Seconds per sample that fast-transformers (2023-03, dropout off) took on 2 AMD EPYC cores, within 20%, by length; of
+# recurrent full attention with the memory of freed tensors kept in the process, as here.
+FAST_TRANSFORMERS: dict[tuple[str, str, int], dict[int, float]] = {
+    ("batch", "linear", 8): {250: 0.027, 500: 0.055, 1000: 0.114, 2000: 0.212},
+    ("batch", "full", 8): {250: 0.028, 500: 0.087, 1000: 0.248, 2000: 0.777},
+    ("recurrent", "linear", 1): {250: 0.60, 500: 1.22, 1000: 2.47, 2000: 4.51},
+    ("recurrent", "linear", 8): {250: 0.111, 500: 0.206, 1000: 0.432, 2000: 0.959},
+    ("recurrent", "linear", 32): {250: 0.051, 500: 0.096, 1000: 0.219, 2000: 0.483},
+    ("recurrent", "linear", 128): {250: 0.044, 500: 0.082, 1000: 0.170, 2000: 0.439},
+    ("recurrent", "full", 8): {250: 0.135, 500: 0.346, 1000: 1.12, 2000: 3.42},
+    ("recurrent", "full", 32): {250: 0.082, 500: 0.257, 1000: 0.881, 2000: 2.32},
+}
+FORMS = ("batch", "recurrent", "training", "training by steps")
+
+
+def recurrent_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS[:2], help="training: with all gradients")
+    parser.add_argument("--attentions", nargs="+", choices=["full", "linear"], default=["linear", "full"])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[250, 500, 1000, 2000, 4000])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 128])
+    parser.add_argument("--repeats", type=int, default=3, help="measurements, after one to warm up; the median counts")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=8, help="of 64")
+    parser.add_argument("--feed-forward-dim", type=int, default=1024, help="fast-transformers' own default")
+    parser.add_argument("--threads", type=int, help="of PyTorch")
+    parser.add_argument("--device", default="auto")
+
+
+def bench_recurrent(arguments: argparse.Namespace, overrides: list[str]) -> None:
+    """Seconds per sample and memory of a stack of Transformer layers, in parallel and step by step, as a table."""
+    print("| form | attention | batch | length | s per sample | MB | fast-transformers, s | ratio |")
+    print("|---|---|---|---|---|---|---|---|")
+    for form, attention, size in itertools.product(arguments.forms, arguments.attentions, arguments.batches):
+        theirs = FAST_TRANSFORMERS.get((form, attention, size), {})
+        for length in arguments.lengths:
+            seconds, megabytes = in_process(recurrent_cell, arguments, form, attention, size, length)
+            peer = theirs.get(length)
+            compared = f"{peer:g} | {seconds / peer:.2f}" if peer else "| "
+            cell = f"| {form} | {attention} | {size} | {length} | {seconds:.4f} | {megabytes:.0f} | {compared} |"
+            print(cell, flush=True)
+
+
+def in_process(work: Callable[..., Any], *given: Any) -> Any:
+    """The result of work in a process of its own, so that peaks of memory are not those of earlier work."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(work, *given).result()
+
+
+def recurrent_cell(
+    arguments: argparse.Namespace, form: str, attention: str, size: int, length: int
+) -> tuple[float, float]:
+    """Median seconds per sample, and the peak of the process's memory, or of the GPU's, in MB."""
+    import torch
+    from torch import nn
+
+    from asr.layers.transformer_layer import TransformerLayer
+    from asr.training.monitor import peak_memory_bytes
+
+    device = prepared_device(arguments)
+    torch.manual_seed(0)
+    dim = 64 * arguments.heads
+    layers: Any = nn.ModuleList(
+        TransformerLayer(dim, arguments.heads, arguments.feed_forward_dim, 0.0, attention, causal=True, cross=False)
+        for _ in range(arguments.layers)
+    ).to(device)
+    x_BTD, lens_B = torch.randn(size, length, dim, device=device), torch.full((size,), length, device=device)
+
+    def parallel() -> torch.Tensor:
+        x = x_BTD
+        for layer in layers:
+            x = layer(x, lens_B)
+        return x
+
+    def stepwise() -> torch.Tensor:
+        states = [layer.self_attention.start(size, length) for layer in layers]
+        outputs = []
+        for x in x_BTD.unbind(1):
+            for index, layer in enumerate(layers):
+                x, states[index] = layer.step(x, states[index])
+            outputs.append(x)
+        return torch.stack(outputs, dim=1)
+
+    def work() -> None:
+        with torch.set_grad_enabled(form.startswith("training")):
+            outputs = parallel() if form in ("batch", "training") else stepwise()
+        if outputs.requires_grad:
+            outputs.square().mean().backward()
+
+    return median_seconds(work, arguments.repeats, device) / size, peak_memory_bytes() / 2**20
+
+
 COMMANDS: dict[str, tuple[Callable[..., None], Callable[[argparse.ArgumentParser], None]]] = {
+    "attention": (bench_attention, attention_options),
     "features": (bench_features, features_options),
     "loader": (bench_loader, loader_options),
+    "loss": (bench_loss, loss_options),
+    "search": (bench_search, search_options),
+    "recurrent": (bench_recurrent, recurrent_options),
     "train-step": (bench_train_step, train_step_options),
 }
 

@@ -35,7 +35,7 @@ def prepare(settings: TrainSettings) -> None:
     from asr.training.distributed import World
 
     splits = build.prepare_data(settings, World())
-    tokenizer = build.build_tokenizer(settings, build.load_cuts(splits["train"]))
+    tokenizer = build.build_tokenizer(settings, build.Manifest(splits["train"]))
     build.report_tokens(splits, tokenizer, settings, build.prepared_folder(settings))
     print(f"prepared: {build.prepared_folder(settings).resolve()}")
 

@@ -219,3 +219,18 @@ def test_heads_inside_a_head_are_checked_and_their_searches_offered():
     faults = faults_of("head=ctc_attention", "+head.heads.ctc.drop=0.5", "~head.heads.attention", "search=attention")
     assert any(re.search(r"^head\.heads\.ctc\.drop=0\.5: .*did you mean dropout", fault) for fault in faults)
     assert any(re.search(r"^search=attention: .*offers ctc_greedy_search, ctc_prefix_beam_search$", f) for f in faults)
+
+
+def test_a_section_for_a_dataclass_is_checked_key_by_key():
+    for place, head in (("head", "attention"), ("head.heads.attention", "ctc_attention")):
+        assert check(compose_train(f"head={head}", "search=attention", f"{place}.free_running.mode=own_output"))
+        faults = faults_of(
+            f"head={head}", "search=attention", f"{place}.free_running.mode=own", f"{place}.free_running.every=often",
+            f"+{place}.free_running.shares=0.1", f"{place}.free_running.share=[[0,0],[5,1]]",
+        )  # fmt: skip
+        assert [fault.partition(":")[0] for fault in faults] == [
+            f"{place}.free_running.mode='own'",
+            f"{place}.free_running.every='often'",
+            f"{place}.free_running.shares=0.1",
+        ]
+        assert "scheduled_sampling" in faults[0] and "did you mean share" in faults[2]

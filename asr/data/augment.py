@@ -5,9 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from functools import partial
+from pathlib import Path
 
 from lhotse import CutSet, combine
 from lhotse.cut import Cut, MixedCut
+
+from asr.data.cuts import iterate_cuts, open_recording
 
 MOST_NOISES_PER_CUT = 10
 
@@ -60,6 +63,19 @@ def random_volume(cut: Cut, rng: random.Random, min_db: float = -18.0, max_db: f
     if min_db > max_db:
         raise ValueError(f"volume perturbation: min_db={min_db} is above max_db={max_db}")
     return cut.perturb_volume(10 ** (rng.uniform(min_db, max_db) / 20), affix_id=False)
+
+
+def noise_cuts(path: str | Path) -> list[Cut]:
+    """Cuts of noise: those of a manifest, or of all audio files in a folder at any depth, such as MUSAN's.
+
+    Raises ValueError that names the path where there are none or a file cannot be read.
+    """
+    if not Path(path).is_dir():
+        return list(iterate_cuts(path))
+    files = sorted(file for file in Path(path).rglob("*") if file.suffix.lower() in (".wav", ".flac"))
+    if not files:
+        raise ValueError(f"data.noise={path}: the folder holds no .wav or .flac file at any depth")
+    return [open_recording(file).to_cut() for file in files]
 
 
 class NoiseMixer:

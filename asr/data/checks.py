@@ -19,12 +19,15 @@ its words count as deletions.
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
+from pathlib import Path
 from typing import Any
 
 import soundfile
@@ -81,16 +84,18 @@ def iterate_checked(
     split: str,
     normaliser: Callable[[str], str] | None = None,
     num_jobs: int = 1,
+    journal: AudioJournal | None = None,
 ) -> Iterator[Cut | Rejection]:
     """Check cuts one by one, in order, reading the audio of each once with `num_jobs` processes.
 
     Yields regular cuts (one supervision spanning the cut, 16 kHz, normalised text) and a Rejection for each problem.
     split: "train" is checked as training data, any other name as a scored set.
+    journal: of audio that need not be read again.
     """
     scored = split != "train"
     seen: set[str] = set()
     regular = (checked for cut in cuts for checked in _regularise(cut))
-    for checked in _read_audio(regular, num_jobs):
+    for checked in _read_audio(regular, num_jobs, journal or AudioJournal()):
         cut = checked.cut
         text = cut.supervisions[0].text or "" if cut.supervisions else ""
         text = normaliser(text) if normaliser else text
@@ -224,23 +229,70 @@ def _name_of(transform: Any) -> str:
     return transform["name"] if isinstance(transform, dict) else type(transform).__name__
 
 
-def _read_audio(checked: Iterable[_Checked], num_jobs: int) -> Iterator[_Checked]:
-    """Read the audio of every cut that has passed so far; the order is kept."""
+def _read_audio(checked: Iterable[_Checked], num_jobs: int, journal: AudioJournal) -> Iterator[_Checked]:
+    """Read the audio of every cut that has passed so far and is not in the journal; the order is kept."""
+    source = iter(checked)
+    with _mapping_over(num_jobs) as mapped:
+        while block := list(islice(source, CUTS_PER_JOB * num_jobs)):
+            unread = [not item.reason and not journal.knows(item.cut) for item in block]
+            problems = iter(mapped([item.cut for item, wanted in zip(block, unread, strict=True) if wanted]))
+            for item, wanted in zip(block, unread, strict=True):
+                problem = next(problems) if wanted else ("", "")
+                if wanted and not problem[0]:
+                    journal.note(item.cut)
+                yield _with_problem(item, problem)
+            journal.flush()
+
+
+@contextmanager
+def _mapping_over(num_jobs: int) -> Iterator[Callable[[list[Cut]], Iterable[tuple[str, str]]]]:
+    """A function from cuts to what is wrong with the audio of each, in this process or in `num_jobs` others."""
     if num_jobs <= 1:
-        for item in checked:
-            yield item if item.reason else _with_problem(item, _audio_problem(item.cut))
+        yield lambda cuts: map(_audio_problem, cuts)
         return
     # Processes that are copies of this one start at once; elsewhere they import everything anew.
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
-    source = iter(checked)
     with ProcessPoolExecutor(
         num_jobs, mp_context=multiprocessing.get_context(method), initializer=torch.set_num_threads, initargs=(1,)
     ) as pool:
-        while block := list(islice(source, CUTS_PER_JOB * num_jobs)):
-            good = [item.cut for item in block if not item.reason]
-            problems = pool.map(_audio_problem, good, chunksize=max(1, min(32, len(good) // num_jobs)))
-            for item in block:
-                yield item if item.reason else _with_problem(item, next(problems))
+        yield lambda cuts: pool.map(_audio_problem, cuts, chunksize=max(1, min(32, len(cuts) // num_jobs)))
+
+
+class AudioJournal:
+    """Which audio was read without a fault, in a file, so that checks that were interrupted go on where they were.
+
+    A cut is known by its id, its part of the recording, and path, size and time of change of the audio file. Without a
+    path nothing is known or noted.
+    """
+
+    def __init__(self, path: Path | None = None):
+        self.path = path
+        self._known = set(path.read_text().split()) if path and path.exists() else set()
+        self._new: list[str] = []
+
+    def knows(self, cut: Cut) -> bool:
+        return bool(self._known) and self._key(cut) in self._known
+
+    def note(self, cut: Cut) -> None:
+        if self.path and (key := self._key(cut)):
+            self._new.append(key)
+
+    def flush(self) -> None:
+        if self.path and self._new:
+            with self.path.open("a") as lines:
+                lines.writelines(f"{key}\n" for key in self._new)
+            self._new = []
+
+    @staticmethod
+    def _key(cut: Cut) -> str | None:
+        try:
+            parts = [
+                (part.start, part.duration, audio_path(part), os.stat(audio_path(part))) for part in simple_parts(cut)
+            ]
+        except OSError:
+            return None
+        described = [(start, duration, path, file.st_size, file.st_mtime_ns) for start, duration, path, file in parts]
+        return hashlib.sha256(repr((cut.id, described)).encode()).hexdigest()[:24]
 
 
 def _with_problem(item: _Checked, problem: tuple[str, str]) -> _Checked:

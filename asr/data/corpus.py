@@ -15,7 +15,7 @@ from lhotse import CutSet
 from lhotse.cut import Cut
 from tqdm import tqdm
 
-from asr.data.checks import iterate_checked
+from asr.data.checks import AudioJournal, iterate_checked
 from asr.data.cuts import Rejection
 from asr.data.filters import count_reasons
 from asr.data.report import (
@@ -67,7 +67,8 @@ def write_prepared(
 ) -> dict[str, Any]:
     """Check every cut of `corpus`, write one manifest per split and, last, `data_report.json`. Returns the report.
 
-    Texts are written as the normaliser leaves them. Nothing in `prepared_dir` changes before all splits have passed.
+    Texts are written as the normaliser leaves them. Nothing in `prepared_dir` changes before all splits have passed,
+    but for a hidden list of audio that has been read, by which a preparation that was interrupted goes on.
     num_jobs: processes that read the audio. Raises ValueError for a split without a single usable utterance.
     """
     prepared_dir = Path(prepared_dir)
@@ -75,11 +76,14 @@ def write_prepared(
     statistics: dict[str, SplitStatistics] = {}
     rejected = list(corpus.rejected)
     temporary: dict[str, Path] = {}
+    for leftover in prepared_dir.glob(".*.jsonl.gz"):  # of a preparation that was killed
+        leftover.unlink()
+    journal = AudioJournal(prepared_dir / ".audio_read")
     try:
         for split, cuts in corpus.splits.items():
             temporary[split] = prepared_dir / f".{os.getpid()}-{split}.jsonl.gz"
             statistics[split] = SplitStatistics()
-            refused = _write_split(cuts, split, temporary[split], statistics[split], normaliser, num_jobs)
+            refused = _write_split(cuts, split, temporary[split], statistics[split], normaliser, num_jobs, journal)
             rejected += refused
             if not statistics[split].utterances:
                 refused += [rejection for rejection in corpus.rejected if rejection.split == split]
@@ -90,6 +94,7 @@ def write_prepared(
         for path in temporary.values():
             path.unlink(missing_ok=True)
     write_report(report, prepared_dir)
+    (prepared_dir / ".audio_read").unlink(missing_ok=True)
     return report
 
 
@@ -100,12 +105,13 @@ def _write_split(
     statistics: SplitStatistics,
     normaliser: Callable[[str], str] | None,
     num_jobs: int,
+    journal: AudioJournal,
 ) -> list[Rejection]:
     total = len(cuts) if isinstance(cuts, Collection) else None
     refused: list[Rejection] = []
     progress = tqdm(cuts, desc=f"checking {split}", total=total, unit="utt", disable=None)
     with CutSet.open_writer(path, overwrite=True) as writer:
-        for item in iterate_checked(progress, split, normaliser, num_jobs):
+        for item in iterate_checked(progress, split, normaliser, num_jobs, journal):
             if isinstance(item, Rejection):
                 refused.append(item)
             else:

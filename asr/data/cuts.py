@@ -69,6 +69,22 @@ def iterate_cuts(path: str | Path) -> Iterator[Cut]:
         yield _parse_cut(line, f"{path}, line {number}")
 
 
+class Manifest:
+    """The cuts of a manifest, read from the file whenever they are iterated over; never all of them in memory.
+
+    Raises as `iterate_cuts` does.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+
+    def __iter__(self) -> Iterator[Cut]:
+        return iterate_cuts(self.path)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in read_lines(self.path))
+
+
 def load_cuts(path: str | Path) -> CutSet:
     """All cuts of a manifest in memory; raises as `iterate_cuts` does."""
     return CutSet.from_cuts(iterate_cuts(path))

@@ -7,7 +7,7 @@ Scored sets are never filtered.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from lhotse.cut import Cut
@@ -50,17 +50,14 @@ def feasibility_rule(
     return FilterRule("too few frames for the transcript", keeps)
 
 
-def filter_cuts(cuts: Iterable[Cut], rules: list[FilterRule]) -> tuple[list[Cut], list[Rejection]]:
-    """Split cuts into those that pass all rules and a Rejection, by the first rule that fails, for each other."""
-    kept: list[Cut] = []
-    rejected: list[Rejection] = []
+def filter_cuts(cuts: Iterable[Cut], rules: list[FilterRule], rejected: list[Rejection]) -> Iterator[Cut]:
+    """The cuts that pass all rules; for each other a Rejection, by the first rule that fails, goes to `rejected`."""
     for cut in cuts:
         failed = next((rule for rule in rules if not rule.keeps(cut)), None)
         if failed is None:
-            kept.append(cut)
+            yield cut
         else:
             rejected.append(Rejection(cut.id, failed.reason, f"{cut.duration:.2f} s", audio_path(cut), "train"))
-    return kept, rejected
 
 
 def count_reasons(rejections: Iterable[Rejection]) -> dict[str, int]:

@@ -7,13 +7,15 @@ over, without reading their audio, whatever the number of workers was or is.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from lhotse.cut import Cut
 from torch.utils.data import DataLoader
 
 from asr.data.dataset import SpeechDataset
+from asr.data.packed import PackedCuts
 from asr.types import Batch
 
 # A bucket needs a few cuts before its batches are worth more than those of plain order.
@@ -25,7 +27,7 @@ class Loader:
     """Batches of a set of cuts.
 
     Args:
-        cuts: what to load; every rank is given the same.
+        cuts: what to load; every rank is given the same. They are read once and kept packed.
         dataset: turns cuts into a Batch.
         max_duration: seconds of audio per batch, padding included. Only a longer cut, alone in its batch, exceeds it.
         num_buckets: of similar duration, from which batches are drawn; fewer are used where there are few cuts.
@@ -49,9 +51,11 @@ class Loader:
         world_size: int = 1,
         pin_memory: bool = False,
     ):
-        self._plan = _Plan(list(cuts), max_duration, num_buckets, shuffle, seed, rank, world_size)
+        self.cuts = cuts if isinstance(cuts, PackedCuts) else PackedCuts(cuts)
+        self._plan = _Plan(self.cuts.durations, max_duration, num_buckets, shuffle, seed, rank, world_size)
+        self._dataset = _ByIndex(self.cuts, dataset)
         self._loader: DataLoader = DataLoader(
-            dataset,
+            self._dataset,
             batch_size=None,
             sampler=self._plan,
             num_workers=num_workers,
@@ -71,19 +75,35 @@ class Loader:
 
     def batches(self, epoch: int) -> list[list[Cut]]:
         """Cuts of each of this rank's batches in `epoch`; nothing is read."""
+        return [[self.cuts[index] for index in batch] for batch in self.plan(epoch)]
+
+    def plan(self, epoch: int) -> list[list[int]]:
+        """Which of `cuts` each of this rank's batches in `epoch` holds."""
         return self._plan.batches(epoch)
 
-    def load(self, cuts: list[Cut], epoch: int) -> Batch:
-        """One batch, read in this process."""
-        return self._loader.dataset[cuts, epoch]
+    def load(self, indices: list[int], epoch: int) -> Batch:
+        """The batch of these cuts, read in this process."""
+        return self._dataset[indices, epoch]
 
     def count_batches(self, epoch: int = 1) -> int:
         """Number of batches of this rank in `epoch`, found by planning it."""
         return len(self._plan.batches(epoch))
 
 
+class _ByIndex(torch.utils.data.Dataset):
+    """Batches by the indices of their cuts, which are unpacked where the audio is read."""
+
+    def __init__(self, cuts: PackedCuts, dataset: SpeechDataset):
+        self.cuts = cuts
+        self.dataset = dataset
+
+    def __getitem__(self, item: tuple[list[int], int]) -> Batch:
+        indices, epoch = item
+        return self.dataset[[self.cuts[index] for index in indices], epoch]
+
+
 class _Plan(torch.utils.data.Sampler):
-    """What the DataLoader hands to its workers: (cuts, epoch) of every batch of an epoch that is still to come.
+    """What the DataLoader hands to its workers: (indices of cuts, epoch) of every batch of an epoch still to come.
 
     Knows nothing of its Loader: with a reference cycle, the garbage collector would end the workers, in an order that
     makes them miss the word and be waited for.
@@ -91,7 +111,7 @@ class _Plan(torch.utils.data.Sampler):
 
     def __init__(
         self,
-        cuts: list[Cut],
+        durations: Sequence[float],
         max_duration: float,
         num_buckets: int,
         shuffle: bool,
@@ -99,11 +119,10 @@ class _Plan(torch.utils.data.Sampler):
         rank: int,
         world_size: int,
     ):
-        if not cuts:
+        if not durations:
             raise ValueError("there is nothing to load: no utterance is left in this set")
-        self.cuts = cuts
-        self.durations = [cut.duration for cut in cuts]
-        self.buckets = _buckets(self.durations, min(num_buckets, len(cuts) // CUTS_PER_BUCKET))
+        self.durations = durations
+        self.buckets = _buckets(durations, min(num_buckets, len(durations) // CUTS_PER_BUCKET))
         self.max_duration = max_duration
         self.shuffle = shuffle
         self.seed = seed
@@ -112,17 +131,17 @@ class _Plan(torch.utils.data.Sampler):
         self.epoch = 1
         self.start_batch = 0
 
-    def __iter__(self) -> Iterator[tuple[list[Cut], int]]:
+    def __iter__(self) -> Iterator[tuple[list[int], int]]:
         epoch = self.epoch
-        return iter([(cuts, epoch) for cuts in self.batches(epoch)[self.start_batch :]])
+        return iter([(batch, epoch) for batch in self.batches(epoch)[self.start_batch :]])
 
-    def batches(self, epoch: int) -> list[list[Cut]]:
+    def batches(self, epoch: int) -> list[list[int]]:
         batches = self._of_all_ranks(epoch)
         own = range(self.rank, -(-len(batches) // self.world_size) * self.world_size, self.world_size)
-        return [[self.cuts[i] for i in batches[position % len(batches)]] for position in own]
+        return [batches[position % len(batches)] for position in own]
 
     def _of_all_ranks(self, epoch: int) -> list[list[int]]:
-        order = list(range(len(self.cuts)))
+        order = list(range(len(self.durations)))
         if not self.shuffle:
             order.sort(key=lambda index: -self.durations[index])
             return self._pack(order)
@@ -147,9 +166,9 @@ class _Plan(torch.utils.data.Sampler):
         return batches
 
 
-def _buckets(durations: list[float], num_buckets: int) -> list[int]:
+def _buckets(durations: Sequence[float], num_buckets: int) -> Sequence[int]:
     """The bucket of each cut: ranges of duration, each with the same share of the audio."""
-    buckets = [0] * len(durations)
+    buckets = array("L", [0]) * len(durations)
     total, before = sum(durations), 0.0
     for index in sorted(range(len(durations)), key=durations.__getitem__):
         buckets[index] = int(num_buckets * before / total) if total else 0

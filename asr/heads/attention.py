@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from asr.heads.free_running import FreeRunning, draw_tokens, evaluating
 from asr.heads.head import Head, check_tokens
-from asr.layers.masks import length_mask
 from asr.layers.transformer_decoder import DecoderState, TransformerDecoder
 from asr.losses.label_smoothing import label_smoothing_loss
 from asr.types import Encoded
@@ -21,9 +23,11 @@ class Attention(Head):
 
     num_layers, num_heads, feed_forward_dim, dropout, self_attention_dropout, cross_attention_dropout: of the decoder,
         which is as wide as the encoder.
+    attention: "full", or "linear" (Katharopoulos et al., 2020), whose steps cost the same however long the transcript.
     label_smoothing: probability that targets leave to all other tokens.
     reverse_layers: of a second decoder that reads from right to left (U2++, Wu et al., 2021); 0 for none.
     reverse_weight: share of its loss in the sum.
+    free_running: what the decoder that reads from the left is given in training, see `FreeRunning`.
     """
 
     searches = ("attention",)
@@ -43,6 +47,8 @@ class Attention(Head):
         label_smoothing: float = 0.1,
         reverse_layers: int = 0,
         reverse_weight: float = 0.0,
+        attention: Literal["full", "linear"] = "full",
+        free_running: FreeRunning | dict[str, Any] | None = None,
     ):
         super().__init__()
         if not 0.0 <= label_smoothing < 1.0 or not 0.0 <= reverse_weight < 1.0:
@@ -58,28 +64,33 @@ class Attention(Head):
         def decoder(layers: int) -> TransformerDecoder:
             return TransformerDecoder(
                 vocab_size, input_dim, layers, num_heads, feed_forward_dim, dropout, self_attention_dropout,
-                cross_attention_dropout,
+                cross_attention_dropout, attention,
             )  # fmt: skip
 
         self.decoder = decoder(num_layers)
         self.reverse_decoder = decoder(reverse_layers) if reverse_layers else None
+        settings = FreeRunning(**free_running) if isinstance(free_running, dict) else free_running or FreeRunning()
+        self.free_running = settings.make(input_dim)
 
     def loss_parts(self, encoded: Encoded, tokens_BU: Tensor, token_lens_B: Tensor) -> dict[str, Tensor]:
         """Raises ValueError where a transcript holds blank or an id outside the vocabulary."""
         check_tokens(tokens_BU, token_lens_B, self.vocab_size, self.blank_id)
-        feasible = self.feasible(encoded.lens, tokens_BU, token_lens_B)
-
-        def losses(tokens_BU: Tensor, reverse: bool) -> Tensor:
-            logits = self.logits(encoded, tokens_BU, reverse)
-            targets = self._targets(tokens_BU, token_lens_B)
-            losses_B = label_smoothing_loss(logits, targets, token_lens_B + 1, self.label_smoothing)
-            weight = self.reverse_weight if reverse else 1 - self.reverse_weight
-            return torch.where(feasible, weight * losses_B, 0.0)
-
-        parts = {"attention": losses(tokens_BU, reverse=False)}
+        if self.training:
+            parts = self.free_running(self, encoded, tokens_BU, token_lens_B)
+        else:
+            parts = {"attention": self.cross_entropy(self.logits(encoded, tokens_BU), tokens_BU, token_lens_B)}
+        parts = {name: (1 - self.reverse_weight) * losses_B for name, losses_B in parts.items()}
         if self.reverse_decoder is not None:
-            parts["reverse"] = losses(reverse_tokens(tokens_BU, token_lens_B), reverse=True)
-        return parts
+            backward_BU = reverse_tokens(tokens_BU, token_lens_B)
+            losses_B = self.cross_entropy(self.logits(encoded, backward_BU, reverse=True), backward_BU, token_lens_B)
+            parts["reverse"] = self.reverse_weight * losses_B
+        feasible = self.feasible(encoded.lens, tokens_BU, token_lens_B)
+        return {name: torch.where(feasible, losses_B, 0.0) for name, losses_B in parts.items()}
+
+    def cross_entropy(self, logits_BUV: Tensor, tokens_BU: Tensor, token_lens_B: Tensor) -> Tensor:
+        """(B,) label-smoothed cross-entropies of the tokens and the end, for what `logits` gives."""
+        targets = self._targets(tokens_BU, token_lens_B)
+        return label_smoothing_loss(logits_BUV, targets, token_lens_B + 1, self.label_smoothing)
 
     def feasible(self, lens_B: Tensor, tokens_BU: Tensor, token_lens_B: Tensor) -> Tensor:
         return lens_B > 0
@@ -95,7 +106,33 @@ class Attention(Head):
         """
         decoder = self.reverse_decoder if reverse else self.decoder
         assert decoder is not None
-        return decoder(F.pad(tokens_NU, (1, 0), value=self.sos_eos_id), encoded.frames, self._frames_mask(encoded))
+        return decoder(F.pad(tokens_NU, (1, 0), value=self.sos_eos_id), encoded.frames, encoded.lens)
+
+    def hidden(self, encoded: Encoded, tokens_NU: Tensor, recompute: bool = False) -> Tensor:
+        """(N, U + 1, D) of which `self.decoder.output` makes the logits. recompute: see `TransformerDecoder.hidden`."""
+        inputs = F.pad(tokens_NU, (1, 0), value=self.sos_eos_id)
+        return self.decoder.hidden(inputs, encoded.frames, encoded.lens, recompute)
+
+    @torch.no_grad()
+    def sample(self, encoded: Encoded, num_steps: int) -> tuple[Tensor, Tensor]:
+        """Transcripts (B, S <= num_steps) drawn from the decoder, without dropout, and their lengths (B,).
+
+        A transcript that has not ended by then is cut.
+        """
+        lens_B = torch.zeros_like(encoded.lens)
+        newest = torch.full_like(encoded.lens, self.sos_eos_id)
+        never = () if self.blank_id == self.sos_eos_id else (self.blank_id,)
+        ended = torch.zeros_like(newest, dtype=torch.bool)
+        tokens: list[Tensor] = []
+        with evaluating(self.decoder):
+            state = self.start(encoded, 1, num_steps)
+            while len(tokens) < num_steps and not ended.all():
+                logits, state = self.decoder.step(newest, state)
+                newest = draw_tokens(logits, never)
+                ended = ended | (newest == self.sos_eos_id)
+                tokens.append(newest.masked_fill(ended, self.sos_eos_id))
+                lens_B = lens_B + ~ended
+        return torch.stack(tokens, dim=1)[:, : int(lens_B.max())], lens_B
 
     def log_likelihood(self, encoded: Encoded, tokens_NU: Tensor, token_lens_N: Tensor, reverse: bool) -> Tensor:
         """(N,) fp32 log-probabilities of whole transcripts, their ends included, as one of the decoders sees them."""
@@ -106,25 +143,25 @@ class Attention(Head):
 
     def start(self, encoded: Encoded, rows: int, num_steps: int) -> DecoderState:
         """The state of `rows` transcripts per utterance before the first of at most `num_steps` steps."""
-        return self.decoder.start(encoded.frames, self._frames_mask(encoded), rows, num_steps)
+        return self.decoder.start(encoded.frames, encoded.lens, rows, num_steps)
 
     def step(self, tokens_N: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:
         """fp32 log-probabilities (N, V) of what follows `tokens_N`, the newest token of every row; then the state."""
         logits, state = self.decoder.step(tokens_N, state)
         return F.log_softmax(logits.float(), dim=-1), state
 
+    def with_room(self, state: DecoderState, num_steps: int) -> DecoderState:
+        """The same state with room for `num_steps` steps from the first one on."""
+        return self.decoder.with_room(state, num_steps)
+
     def attended_frames(self, encoded: Encoded, tokens_NU: Tensor) -> Tensor:
         """(N, U) frame that the decoder looks at most when it predicts each token."""
         inputs = F.pad(tokens_NU, (1, -1), value=self.sos_eos_id)
-        return self.decoder.attended_frames(inputs, encoded.frames, self._frames_mask(encoded))
+        return self.decoder.attended_frames(inputs, encoded.frames, encoded.lens)
 
     def _targets(self, tokens_NU: Tensor, token_lens_N: Tensor) -> Tensor:
         """(N, U + 1): the tokens and the end."""
         return F.pad(tokens_NU, (0, 1)).scatter(1, token_lens_N.unsqueeze(1), self.sos_eos_id)
-
-    @staticmethod
-    def _frames_mask(encoded: Encoded) -> Tensor:
-        return length_mask(encoded.lens, encoded.frames.size(1))
 
 
 def reverse_tokens(tokens_BU: Tensor, token_lens_B: Tensor) -> Tensor:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 
+import torch
 from torch import Tensor
 
-from asr.encoders.zipformer.subsampling import CHANNELS
+# Of the last convolution of its front end, in all its models.
+FRONT_END_CHANNELS = 128
 
 # icefall's names, with the groups that are kept, and the names here.
 _ENCODER_NAMES = [
@@ -39,22 +41,32 @@ _LAYER_NAMES = [
     (r"bypass\.bypass_scale", r"bypass.scale"),
     (r"norm\.(\w+)", r"norm.\1"),
 ]
+# What regularises training here and remembers what it last saw; icefall does not store it.
+_WHITENED_IN_LAYER = (
+    "attention_weights.whiten_keys", "nonlin_attention.whiten_hidden", "nonlin_attention.whiten", "attention1.whiten",
+    "attention2.whiten", "convolution1.whiten", "convolution2.whiten", "feed_forward1.whiten", "feed_forward2.whiten",
+    "feed_forward3.whiten", "whiten",
+)  # fmt: skip
 # A parameter of every layer that icefall's own forward pass never reads.
 _UNUSED = re.compile(r"encoder\.encoders\.\d+\.(?:encoder\.)?layers\.\d+\.bypass_scale")
 
 
 def encoder_weights(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of `asr.encoders.zipformer.Zipformer` in a state dict of icefall's non-streaming zipformer.
+    """The state dict of `asr.encoders.zipformer.Zipformer` for that of icefall's non-streaming zipformer.
 
     Takes what is called `encoder_embed.` and `encoder.`, and leaves decoder, joiner and CTC output to others. Raises
     ValueError that names a tensor that has no place here, such as those of a streaming model.
     """
     weights = {}
+    whitened = {"subsampling.whiten", "subsampling.convnext.whiten"}
     for name, tensor in state.items():
         if not name.startswith(("encoder_embed.", "encoder.")) or _UNUSED.fullmatch(name):
             continue
-        weights[_encoder_name(name)] = _in_place_order(name, tensor)
-    return weights
+        renamed = _encoder_name(name)
+        weights[renamed] = _in_place_order(name, tensor)
+        if layer := re.match(r"stacks\.\d+\.layers\.\d+\.", renamed):
+            whitened.update(layer[0] + place for place in _WHITENED_IN_LAYER)
+    return weights | {f"{place}.above": torch.tensor(1.0) for place in whitened}
 
 
 def _encoder_name(name: str) -> str:
@@ -79,5 +91,5 @@ def _in_place_order(name: str, tensor: Tensor) -> Tensor:
     if re.fullmatch(r"encoder_embed\.convnext\.pointwise_conv[12]\.weight", name):
         return tensor.flatten(1)
     if name == "encoder_embed.out.weight":
-        return tensor.unflatten(1, (CHANNELS[-1], -1)).transpose(1, 2).flatten(1)
+        return tensor.unflatten(1, (FRONT_END_CHANNELS, -1)).transpose(1, 2).flatten(1)
     return tensor

@@ -1,4 +1,11 @@
-"""Self-attention with relative positions (Transformer-XL, Dai et al., 2019; Conformer, Gulati et al., 2020)."""
+"""Self-attention with relative positions (Transformer-XL, Dai et al., 2019; Conformer, Gulati et al., 2020).
+
+Written with products and views. `python scripts/bench.py attention` measures forward and backward of 16 utterances of
+up to 400 frames, 4 heads of 64, on one CPU thread: 0.74 to 0.81 of the time and 0.75 of the memory of the formula op by
+op, 0.76 to 0.88 and 0.7 to 0.85 without the shift. `scaled_dot_product_attention` with the position scores as its bias
+took 0.96 to 1.05 of this code's time and, with the shift, 1.15 to 1.2 of its memory: a bias that needs a gradient has
+no fused kernel on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +38,26 @@ class _RelativeShift(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:
-        full = grad.new_zeros(*grad.shape[:-1], grad.size(-2) + grad.size(-1))
-        _shifted_view(full).copy_(grad)
+        num_queries, num_keys = grad.shape[-2:]
+        full = grad.new_empty(*grad.shape[:-1], num_keys + num_queries)
+        # Every number is written once: before the first row, the rows and what lies between them, after the last.
+        full[..., 0, : num_queries - 1] = 0.0
+        rows = _shifted_rows(full)
+        rows[..., :num_keys] = grad
+        rows[..., num_keys:] = 0.0
+        full[..., -1, -1] = 0.0
         return full
 
 
 def _shifted_view(scores: Tensor) -> Tensor:
+    num_queries, num_distances = scores.shape[-2:]
+    return _shifted_rows(scores)[..., : num_distances - num_queries]
+
+
+def _shifted_rows(scores: Tensor) -> Tensor:
     # Each row starts one column earlier than the row above: in memory the rows lie S + T - 1 numbers apart, from T - 1.
     num_queries, num_distances = scores.shape[-2:]
-    flat = scores.flatten(-2)[..., num_queries - 1 : -1]
-    return flat.unflatten(-1, (num_queries, num_distances - 1))[..., : num_distances - num_queries]
+    return scores.flatten(-2)[..., num_queries - 1 : -1].unflatten(-1, (num_queries, num_distances - 1))
 
 
 class RelativeSelfAttention(nn.Module):
@@ -101,6 +118,12 @@ class RelativeSelfAttention(nn.Module):
         return self._attend(frames_BTD, key, value, positions_RD, mask), (key, value)
 
     def _attend(self, frames_BTD: Tensor, key: Tensor, value: Tensor, positions_RD: Tensor, mask: Tensor) -> Tensor:
+        weights = masked_softmax(self._scores(frames_BTD, key, positions_RD), mask)
+        context = self.dropout(weights.to(value.dtype)) @ value
+        return self.output(context.permute(1, 2, 0, 3).flatten(2)).masked_fill(~mask.any(-1, keepdim=True), 0.0)
+
+    def _scores(self, frames_BTD: Tensor, key: Tensor, positions_RD: Tensor) -> Tensor:
+        """(H, B, T, S). A function of its own, so that what they are made of is freed before the softmax."""
         batch_size, num_frames, _ = frames_BTD.shape
         # Heads come first, so that one product with the positions serves the whole batch.
         query = self._split(self.query(frames_BTD))
@@ -122,10 +145,7 @@ class RelativeSelfAttention(nn.Module):
         if late != 1.0:
             scores = scores * late
             self._tell(scaled_scores=scores)
-
-        weights = self.dropout(masked_softmax(scores, mask).to(value.dtype))
-        context = (weights @ value).permute(1, 2, 0, 3).flatten(2)
-        return self.output(context).masked_fill(~mask.any(-1, keepdim=True), 0.0)
+        return scores
 
     def _tell(self, **values: Tensor) -> None:
         if self.observe is not None:

@@ -1,4 +1,12 @@
-"""Multi-head attention without positions (Vaswani et al., 2017), in parallel and step by step."""
+"""Multi-head attention without positions (Vaswani et al., 2017), in parallel and step by step.
+
+Every attention, these and the linear ones of `asr.layers.linear_attention`, has two forms over the same parameters:
+`forward` over whole sequences, and `step(x_BD, state) -> (y_BD, state)` over one position of each row. A state is a
+plain tuple of tensors whose first axis are the rows, which know nothing of each other:
+
+- it stays as good as it was: any number of steps may go on from it, and none changes what another one finds;
+- `reorder` gives the state of other rows, for beams; `tensor.clone()` of its parts gives a copy.
+"""
 
 from __future__ import annotations
 
@@ -6,84 +14,186 @@ import math
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from asr.layers.attention import masked_softmax
 from asr.layers.dropout import Dropout
+from asr.layers.masks import length_mask, zero_padding
 
-KeysValues = tuple[Tensor, Tensor]
-# Keys and values with room for all steps, and how many there are so far.
-StepState = tuple[Tensor, Tensor, Tensor]
+State = tuple[Tensor, ...]
 
 
-class MultiHeadAttention(nn.Module):
-    """Attention of queries over a memory. 1/sqrt(d_k) goes to the queries, which keeps half precision in range.
+def reorder(state: State, rows_N: Tensor) -> State:
+    """The state whose row n goes on from row `rows_N[n]`."""
+    return tuple(tensor.index_select(0, rows_N.to(tensor.device)) for tensor in state)
 
-    Keys have no bias: it would move all scores of a query alike and leave the softmax as it is.
 
-    dim: width D. num_heads: divides D. dropout: of the attention weights.
-    observe: where set, called in every pass with "scores" and their value (B, H, U, T), which it must not keep.
+class MultiHead(nn.Module):
+    """Projections to queries, keys, values of several heads, and from these back to the width D.
+
+    dim: width D. num_heads: divides D. key_bias: full attention has none, for it would move all scores of a query alike
+        and leave the softmax as it is.
     """
 
-    observe: Callable[[str, Tensor], None] | None = None
-
-    def __init__(self, dim: int, num_heads: int, dropout: float = 0.0):
+    def __init__(self, dim: int, num_heads: int, key_bias: bool):
         super().__init__()
         if dim % num_heads:
             raise ValueError(f"width {dim} is not a multiple of num_heads {num_heads}")
         self.num_heads = num_heads
         self.head_dim = dim // num_heads
         self.query = nn.Linear(dim, dim)
-        self.key = nn.Linear(dim, dim, bias=False)
+        self.key = nn.Linear(dim, dim, bias=key_bias)
         self.value = nn.Linear(dim, dim)
         self.output = nn.Linear(dim, dim)
-        self.dropout = Dropout(dropout)
-
-    def forward(self, x_BUD: Tensor, memory_BTD: Tensor, mask: Tensor) -> Tensor:
-        """(B, U, D) from queries (B, U, D), a memory (B, T, D) and a mask of it.
-
-        mask: broadcast to (B, U, T). A query that may look at nothing gets zeros and has no gradient. Masked memory
-        must be finite.
-        """
-        return self.attend(x_BUD, self.project(memory_BTD), mask)
-
-    def project(self, memory_BTD: Tensor) -> KeysValues:
-        """Keys and values (B, H, T, D / H) of a memory."""
-        return self._split(self.key(memory_BTD)), self._split(self.value(memory_BTD))
-
-    def attend(self, x_BUD: Tensor, keys_values: KeysValues, mask: Tensor) -> Tensor:
-        """`forward` over a memory that is projected already."""
-        weights = self.dropout(self.weights(x_BUD, keys_values[0], mask).to(keys_values[1].dtype))
-        context = (weights @ keys_values[1]).transpose(1, 2).flatten(2)
-        return self.output(context).masked_fill(~mask.any(-1, keepdim=True), 0.0)
-
-    def weights(self, x_BUD: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
-        """fp32 attention weights (B, H, U, T)."""
-        query = self._split(self.query(x_BUD)) * (1.0 / math.sqrt(self.head_dim))
-        scores = query @ keys.to(query.dtype).transpose(-2, -1)
-        if self.observe is not None:
-            self.observe("scores", scores.detach())
-        return masked_softmax(scores, mask.unsqueeze(-3))
-
-    def start(self, batch_size: int, num_steps: int) -> StepState:
-        """The state of self-attention before the first of at most `num_steps` steps."""
-        keys = self.query.weight.new_zeros(batch_size, self.num_heads, num_steps, self.head_dim)
-        return keys, torch.zeros_like(keys), torch.zeros((), dtype=torch.int64)
-
-    def step(self, x_BD: Tensor, state: StepState) -> tuple[Tensor, StepState]:
-        """One step of causal self-attention: (B, D) of (B, D), and the state for the next step.
-
-        The free places of the given state are written to: who goes on from one state twice clones it first.
-        """
-        keys, values, count = state
-        number = int(count)
-        key, value = self.project(x_BD.unsqueeze(1))
-        keys[:, :, number] = key.squeeze(2)
-        values[:, :, number] = value.squeeze(2)
-        seen = torch.ones(1, 1, number + 1, dtype=torch.bool, device=x_BD.device)
-        so_far = keys[:, :, : number + 1], values[:, :, : number + 1]
-        return self.attend(x_BD.unsqueeze(1), so_far, seen).squeeze(1), (keys, values, count + 1)
 
     def _split(self, x: Tensor) -> Tensor:
         """(B, T, D) -> (B, H, T, D / H)"""
         return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+
+    def _merge(self, x: Tensor) -> Tensor:
+        """(B, H, T, D / H) -> (B, T, D), through the output projection."""
+        return self.output(x.transpose(1, 2).flatten(2))
+
+
+class FullAttention(MultiHead):
+    """What the attentions by softmax share. 1/sqrt(d_k) goes to the queries, which keeps half precision in range.
+
+    dropout: of the attention weights.
+    observe: where set, called in every pass with "scores" and their value (B, H, U, T), which it must not keep.
+    """
+
+    observe: Callable[[str, Tensor], None] | None = None
+
+    def __init__(self, dim: int, num_heads: int, dropout: float = 0.0):
+        super().__init__(dim, num_heads, key_bias=False)
+        self.dropout = Dropout(dropout)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
+        """(B, H, U, d) of queries (B, H, U, d), keys and values (B, H, T, d) and their mask (B, 1, 1, T), if any."""
+        dropping = self.training and self.dropout.p > 0.0
+        # The fused kernel keeps no weights; for a single query, plain products come closer to the memory's speed.
+        if self.observe is None and not dropping and query.size(2) > 1:
+            return F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal)
+        if causal:
+            mask = torch.ones(query.size(2), key.size(2), dtype=torch.bool, device=query.device).tril()
+        return self.dropout(self._weights(query, key, mask).to(value.dtype)) @ value
+
+    def _weights(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
+        """fp32 attention weights (B, H, U, T)."""
+        scores = (query * (1.0 / math.sqrt(self.head_dim))) @ key.to(query.dtype).transpose(-2, -1)
+        if self.observe is not None:
+            self.observe("scores", scores.detach())
+        return scores.float().softmax(-1) if mask is None else masked_softmax(scores, mask)
+
+
+class FullSelfAttention(FullAttention):
+    """Every position looks at all positions or, if `causal`, at itself and those before it."""
+
+    def __init__(self, dim: int, num_heads: int, dropout: float = 0.0, causal: bool = True):
+        super().__init__(dim, num_heads, dropout)
+        self.causal = causal
+
+    def forward(self, x_BTD: Tensor, lens_B: Tensor) -> Tensor:
+        """(B, T, D) of (B, T, D); positions from `lens_B` on are not seen, whatever they hold, and come out as 0."""
+        mask_BT = length_mask(lens_B, x_BTD.size(1))
+        x_BTD = zero_padding(x_BTD, mask_BT)
+        query, key, value = (self._split(project(x_BTD)) for project in (self.query, self.key, self.value))
+        # What comes before a valid position is valid.
+        context = self._attend(query, key, value, None if self.causal else _never_empty(mask_BT), self.causal)
+        return zero_padding(self._merge(context), mask_BT)
+
+    def start(self, batch_size: int, num_steps: int) -> State:
+        """The state before the first of at most `num_steps` steps.
+
+        Keys and values (B, H, num_steps, d) of the positions so far, then two counts (B,) on the CPU, where they steer
+        the steps: of these positions, and of those that any state with the same memory has written.
+        """
+        assert self.causal
+        # The type that autocast gives, seen on a projection of nothing.
+        like = self.key(self.query.weight[:0])
+        keys = like.new_empty(batch_size, self.num_heads, num_steps, self.head_dim)
+        count = torch.zeros(batch_size, dtype=torch.int64)
+        return keys, torch.empty_like(keys), count, count.clone()
+
+    def step(self, x_BD: Tensor, state: State) -> tuple[Tensor, State]:
+        """(B, D) of one more position (B, D), and the state after it. Raises ValueError where there is no room for it.
+
+        States that follow each other share memory: a step fills the place behind all that its state reads. Where that
+        has been filled before, by another step from the same state, the memory is copied first. Steps whose gradients
+        are wanted copy always, for they need every state as it was.
+        """
+        keys, values, count, written = state
+        place = int(count[0])
+        if place == keys.size(2):
+            raise ValueError(f"the state has room for {place} steps: start it with more, or use `with_room`")
+        query, key, value = (self._split(p(x_BD.unsqueeze(1))) for p in (self.query, self.key, self.value))
+        key, value = key.to(keys.dtype), value.to(values.dtype)
+        if keys.requires_grad or key.requires_grad:
+            keys = torch.slice_scatter(keys, key, dim=2, start=place, end=place + 1)
+            values = torch.slice_scatter(values, value, dim=2, start=place, end=place + 1)
+            written = count + 1
+        else:
+            if not torch.equal(count, written):
+                keys, values, written = keys.clone(), values.clone(), count.clone()
+            keys[:, :, place : place + 1] = key
+            values[:, :, place : place + 1] = value
+            written += 1  # in place, so that all who share the memory know
+        context = self._attend(query, keys[:, :, : place + 1], values[:, :, : place + 1], None)
+        return self._merge(context).squeeze(1), (keys, values, count + 1, written)
+
+    def with_room(self, state: State, num_steps: int) -> State:
+        """The same state with memory of its own for `num_steps` steps from the first one on."""
+        keys, values, count, _ = state
+        more = num_steps - keys.size(2)
+        return F.pad(keys, (0, 0, 0, more)), F.pad(values, (0, 0, 0, more)), count, count.clone()
+
+
+class FullCrossAttention(FullAttention):
+    """Every position looks at all frames of a memory.
+
+    Several rows may look at one memory: N rows x are B memories times N / B rows each, side by side.
+    """
+
+    def forward(self, x_NUD: Tensor, memory_BTD: Tensor, memory_lens_B: Tensor) -> Tensor:
+        """(N, U, D) of (N, U, D); frames from `memory_lens_B` on are not seen. Zeros where there are no frames."""
+        return self.attend(x_NUD, self.start(memory_BTD, memory_lens_B))
+
+    def start(self, memory_BTD: Tensor, memory_lens_B: Tensor) -> State:
+        """Keys and values (B, H, T, d) of a memory, and its mask (B, T)."""
+        mask_BT = length_mask(memory_lens_B, memory_BTD.size(1))
+        memory_BTD = zero_padding(memory_BTD, mask_BT)
+        return self._split(self.key(memory_BTD)), self._split(self.value(memory_BTD)), mask_BT
+
+    def attend(self, x_NUD: Tensor, state: State) -> Tensor:
+        """`forward` with the memory's state."""
+        keys, values, mask_BT = state
+        query = self._split(self.query(beside(x_NUD, len(mask_BT))))
+        context = self._attend(query, keys.to(query.dtype), values.to(query.dtype), _never_empty(mask_BT))
+        context = self._merge(context).masked_fill(~mask_BT.any(1)[:, None, None], 0.0)
+        return apart(context, x_NUD.size(1))
+
+    def step(self, x_ND: Tensor, state: State) -> tuple[Tensor, State]:
+        """(N, D) of one position of every row, and the state, which stays what it is."""
+        return self.attend(x_ND.unsqueeze(1), state).squeeze(1), state
+
+    def weights(self, x_NUD: Tensor, memory_BTD: Tensor, memory_lens_B: Tensor) -> Tensor:
+        """(N, U, T) what each position looks at: the mean over the heads, 0 for frames that are not valid."""
+        keys, _, mask_BT = self.start(memory_BTD, memory_lens_B)
+        query = self._split(self.query(beside(x_NUD, len(mask_BT))))
+        return apart(self._weights(query, keys, mask_BT[:, None, None]).mean(1), x_NUD.size(1))
+
+
+def beside(x_NUD: Tensor, batch_size: int) -> Tensor:
+    """(B, N / B * U, D): what all rows of a memory ask, side by side, so that the memory is not repeated."""
+    return x_NUD.unflatten(0, (batch_size, -1)).flatten(1, 2)
+
+
+def apart(x: Tensor, num_positions: int) -> Tensor:
+    """(N, U, ...) again of (B, N / B * U, ...)."""
+    return x.unflatten(1, (-1, num_positions)).flatten(0, 1)
+
+
+def _never_empty(mask_BT: Tensor) -> Tensor:
+    """(B, 1, 1, T): where nothing is valid all is, so that the softmax is finite; the caller drops what comes of it."""
+    return (mask_BT | ~mask_BT.any(1, keepdim=True))[:, None, None]

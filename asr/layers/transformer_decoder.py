@@ -1,4 +1,4 @@
-"""Transformer decoder (Vaswani et al., 2017) with norms before the modules, in parallel and step by step."""
+"""Transformer decoder (Vaswani et al., 2017), in parallel and step by step."""
 
 from __future__ import annotations
 
@@ -8,25 +8,32 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from asr.layers.dropout import Dropout
-from asr.layers.feed_forward import FeedForward
-from asr.layers.masks import zero_padding
-from asr.layers.multi_head import KeysValues, MultiHeadAttention, StepState
+from asr.layers.multi_head import State
 from asr.layers.positional import sinusoids
+from asr.layers.transformer_layer import TransformerLayer
 
 
 class DecoderState(NamedTuple):
-    """Where N rows of tokens stand: what each layer keeps of them, and the memory that they look at, projected."""
+    """Where N rows of tokens stand: what each layer keeps of them, the memory that they look at, the number of steps.
 
-    layers: tuple[StepState, ...]
-    memory: tuple[KeysValues, ...]
-    memory_mask: Tensor
+    Like its parts (see `asr.layers.multi_head`), a state stays as good as it was when steps go on from it.
+    """
+
+    layers: tuple[State, ...]
+    memory: tuple[State, ...]
+    num_steps: int
 
     def reorder(self, rows_N: Tensor) -> DecoderState:
-        """A state of its own whose row n goes on from row `rows_N[n]`, which looks at the same memory."""
-        layers = tuple((keys[rows_N], values[rows_N], count) for keys, values, count in self.layers)
-        return self._replace(layers=layers)
+        """The state whose row n goes on from row `rows_N[n]`, which looks at the same memory."""
+        on_cpu = rows_N.cpu()  # once, where it is wanted there
+        layers = (
+            tuple(part.index_select(0, on_cpu if part.device.type == "cpu" else rows_N) for part in layer)
+            for layer in self.layers
+        )
+        return self._replace(layers=tuple(layers))
 
     def with_room(self, num_steps: int) -> DecoderState:
         """A state of its own, the same so far, for at most `num_steps` steps."""
@@ -44,7 +51,7 @@ class TransformerDecoder(nn.Module):
 
     vocab_size: V. dim: width D of memory and layers, even. num_layers, num_heads, feed_forward_dim: of the layers.
     dropout: of the input and of the output of every module. self_attention_dropout, cross_attention_dropout: of the
-    attention weights.
+    attention weights. attention: "full" or "linear".
     """
 
     def __init__(
@@ -57,6 +64,7 @@ class TransformerDecoder(nn.Module):
         dropout: float = 0.1,
         self_attention_dropout: float = 0.0,
         cross_attention_dropout: float = 0.0,
+        attention: str = "full",
     ):
         super().__init__()
         self.dim = dim
@@ -65,122 +73,74 @@ class TransformerDecoder(nn.Module):
         nn.init.normal_(self.embedding.weight, std=dim**-0.5)
         self.dropout = Dropout(dropout)
         self.layers = nn.ModuleList(
-            DecoderLayer(
-                MultiHeadAttention(dim, num_heads, self_attention_dropout),
-                MultiHeadAttention(dim, num_heads, cross_attention_dropout),
-                FeedForward(dim, feed_forward_dim, dropout, activation="relu"),
-                dim,
-                dropout,
+            TransformerLayer(
+                dim, num_heads, feed_forward_dim, dropout, attention, causal=True, cross=True,
+                self_attention_dropout=self_attention_dropout, cross_attention_dropout=cross_attention_dropout,
             )
             for _ in range(num_layers)
-        )
+        )  # fmt: skip
         self.norm = nn.LayerNorm(dim)
         self.output = nn.Linear(dim, vocab_size)
 
-    def forward(self, tokens_NU: Tensor, memory_BTD: Tensor, memory_mask_BT: Tensor) -> Tensor:
+    def forward(self, tokens_NU: Tensor, memory_BTD: Tensor, memory_lens_B: Tensor) -> Tensor:
         """Logits (N, U, V) of the token that follows each of `tokens_NU`."""
-        x, causal, memory, mask = self._prepare(tokens_NU, memory_BTD, memory_mask_BT)
-        for layer, keys_values in zip(self._layers, memory, strict=True):
-            x = layer(x, causal, keys_values, mask)
-        return self.output(self.norm(x))
+        return self.output(self.hidden(tokens_NU, memory_BTD, memory_lens_B))
 
-    def attended_frames(self, tokens_NU: Tensor, memory_BTD: Tensor, memory_mask_BT: Tensor) -> Tensor:
+    def hidden(self, tokens_NU: Tensor, memory_BTD: Tensor, memory_lens_B: Tensor, recompute: bool = False) -> Tensor:
+        """(N, U, D) of which the logits are a projection.
+
+        recompute: keep only what goes into each layer and compute the rest again for the gradients.
+        """
+        x, lens_N = self._embed(tokens_NU, 0), _all(tokens_NU)
+        for layer in self._layers:
+            memory = layer.remember(memory_BTD, memory_lens_B)
+            x = checkpoint(layer, x, lens_N, memory, use_reentrant=False) if recompute else layer(x, lens_N, memory)
+        return self.norm(x)
+
+    def attended_frames(self, tokens_NU: Tensor, memory_BTD: Tensor, memory_lens_B: Tensor) -> Tensor:
         """(N, U) frame that the last layer looks at most when it predicts what follows each token."""
-        x, causal, memory, mask = self._prepare(tokens_NU, memory_BTD, memory_mask_BT)
+        x, lens_N = self._embed(tokens_NU, 0), _all(tokens_NU)
         *lower, last = self._layers
-        for layer, keys_values in zip(lower, memory, strict=False):
-            x = layer(x, causal, keys_values, mask)
-        return last.memory_weights(last.look_back(x, causal), memory[-1], mask).argmax(-1)
+        for layer in lower:
+            x = layer(x, lens_N, layer.remember(memory_BTD, memory_lens_B))
+        return last.memory_weights(last.look_back(x, lens_N), memory_BTD, memory_lens_B).argmax(-1)
 
-    def start(self, memory_BTD: Tensor, memory_mask_BT: Tensor, rows: int, num_steps: int) -> DecoderState:
+    def start(self, memory_BTD: Tensor, memory_lens_B: Tensor, rows: int, num_steps: int) -> DecoderState:
         """The state of B * `rows` rows of tokens before the first of at most `num_steps` steps."""
         num_rows = memory_BTD.size(0) * rows
         return DecoderState(
             tuple(layer.self_attention.start(num_rows, num_steps) for layer in self._layers),
-            self._project(memory_BTD, memory_mask_BT),
-            memory_mask_BT.unsqueeze(1),
+            tuple(layer.remember(memory_BTD, memory_lens_B) for layer in self._layers),
+            0,
         )
 
     def step(self, tokens_N: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:
-        """Logits (N, V) of what follows `tokens_N`, the next token of every row, and the state after it.
-
-        The given state is used up: see `MultiHeadAttention.step`.
-        """
-        x = self._embed(tokens_N.unsqueeze(1), int(state.layers[0][2])).squeeze(1)
+        """Logits (N, V) of what follows `tokens_N`, the next token of every row, and the state after it."""
+        x = self._embed(tokens_N.unsqueeze(1), state.num_steps).squeeze(1)
         after = []
-        for layer, of_layer, keys_values in zip(self._layers, state.layers, state.memory, strict=True):
-            x, of_layer = layer.step(x, of_layer, keys_values, state.memory_mask)
+        for layer, of_layer, memory in zip(self._layers, state.layers, state.memory, strict=True):
+            x, of_layer = layer.step(x, of_layer, memory)
             after.append(of_layer)
-        return self.output(self.norm(x)), state._replace(layers=tuple(after))
+        return self.output(self.norm(x)), DecoderState(tuple(after), state.memory, state.num_steps + 1)
 
-    def _prepare(
-        self, tokens_NU: Tensor, memory_BTD: Tensor, memory_mask_BT: Tensor
-    ) -> tuple[Tensor, Tensor, tuple[KeysValues, ...], Tensor]:
-        num_tokens = tokens_NU.size(1)
-        causal = torch.ones(1, num_tokens, num_tokens, dtype=torch.bool, device=tokens_NU.device).tril()
-        return self._embed(tokens_NU, 0), causal, self._project(memory_BTD, memory_mask_BT), memory_mask_BT.unsqueeze(1)
+    def with_room(self, state: DecoderState, num_steps: int) -> DecoderState:
+        """The same state with room for `num_steps` steps from the first one on."""
+        layers = (
+            layer.self_attention.with_room(of_layer, num_steps)
+            for layer, of_layer in zip(self._layers, state.layers, strict=True)
+        )
+        return state._replace(layers=tuple(layers))
 
     def _embed(self, tokens_NU: Tensor, first: int) -> Tensor:
         positions = torch.arange(first, first + tokens_NU.size(1), device=tokens_NU.device)
         x = self.embedding(tokens_NU) * math.sqrt(self.dim)
         return self.dropout(x + sinusoids(positions, self.dim).to(x.dtype))
 
-    def _project(self, memory_BTD: Tensor, memory_mask_BT: Tensor) -> tuple[KeysValues, ...]:
-        memory_BTD = zero_padding(memory_BTD, memory_mask_BT)
-        return tuple(layer.cross_attention.project(memory_BTD) for layer in self._layers)
-
     @property
-    def _layers(self) -> list[DecoderLayer]:
-        return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+    def _layers(self) -> list[TransformerLayer]:
+        return [layer for layer in self.layers if isinstance(layer, TransformerLayer)]
 
 
-class DecoderLayer(nn.Module):
-    """Causal self-attention, attention over the memory, feed-forward; each on a normed input and added to it."""
-
-    def __init__(
-        self,
-        self_attention: MultiHeadAttention,
-        cross_attention: MultiHeadAttention,
-        feed_forward: FeedForward,
-        dim: int,
-        dropout: float,
-    ):
-        super().__init__()
-        self.self_norm = nn.LayerNorm(dim)
-        self.self_attention = self_attention
-        self.cross_norm = nn.LayerNorm(dim)
-        self.cross_attention = cross_attention
-        self.feed_forward_norm = nn.LayerNorm(dim)
-        self.feed_forward = feed_forward
-        self.dropout = Dropout(dropout)
-
-    def forward(self, x_NUD: Tensor, causal: Tensor, memory: KeysValues, memory_mask: Tensor) -> Tensor:
-        """(N, U, D) of (N, U, D); memory of B utterances, mask (B, 1, T)."""
-        return self._finish(self.look_back(x_NUD, causal), memory, memory_mask)
-
-    def step(self, x_ND: Tensor, state: StepState, memory: KeysValues, memory_mask: Tensor) -> tuple[Tensor, StepState]:
-        """The same for one token of every row."""
-        attended, state = self.self_attention.step(self.self_norm(x_ND), state)
-        return self._finish((x_ND + attended).unsqueeze(1), memory, memory_mask).squeeze(1), state
-
-    def look_back(self, x_NUD: Tensor, causal: Tensor) -> Tensor:
-        """The first third of the layer."""
-        normed = self.self_norm(x_NUD)
-        return x_NUD + self.dropout(self.self_attention(normed, normed, causal))
-
-    def memory_weights(self, x_NUD: Tensor, memory: KeysValues, memory_mask: Tensor) -> Tensor:
-        """(N, U, T) weights of the attention over the memory, the mean over its heads."""
-        queries = _beside(self.cross_norm(x_NUD), memory_mask.size(0))
-        weights = self.cross_attention.weights(queries, memory[0], memory_mask).mean(1)
-        return weights.unflatten(1, (-1, x_NUD.size(1))).flatten(0, 1)
-
-    def _finish(self, x_NUD: Tensor, memory: KeysValues, memory_mask: Tensor) -> Tensor:
-        queries = _beside(self.cross_norm(x_NUD), memory_mask.size(0))
-        attended = self.cross_attention.attend(queries, memory, memory_mask)
-        x_NUD = x_NUD + self.dropout(attended.unflatten(1, (-1, x_NUD.size(1))).flatten(0, 1))
-        return x_NUD + self.feed_forward(self.feed_forward_norm(x_NUD))
-
-
-def _beside(x_NUD: Tensor, batch_size: int) -> Tensor:
-    """(B, N / B * U, D): what all rows of an utterance ask, side by side, so that its memory is not repeated."""
-    return x_NUD.unflatten(0, (batch_size, -1)).flatten(1, 2)
+def _all(tokens_NU: Tensor) -> Tensor:
+    """(N,) lengths: causal layers hide what comes later from what counts, so all may count."""
+    return torch.full_like(tokens_NU[:, 0], tokens_NU.size(1))

@@ -141,12 +141,11 @@ def node_sums_by_diagonals(emit: Tensor, blank: Tensor) -> tuple[Tensor, Tensor]
     nodes = emit.new_full((num_steps + 1, 2, batch_size, num_tokens + 2), NEVER)
     nodes[0, :, :, 1] = 0.0
     row, direction, plane = num_tokens + 2, batch_size * (num_tokens + 2), 2 * batch_size * (num_tokens + 2)
-    sources = nodes.as_strided(
-        (num_steps + 1, 2, 2, batch_size, num_tokens + 1), (plane, 1, direction, row, 1)
-    )  # [:, 0] is the row above, [:, 1] the own row
+    # What an arc leaves from: sources[:, 0] is the row above, sources[:, 1] the own row.
+    sources = nodes.as_strided((num_steps, 2, 2, batch_size, num_tokens + 1), (plane, 1, direction, row, 1))
     ways = torch.empty_like(arcs[0])
     from_above, from_left = ways
-    for source, arc, target in zip(sources, arcs, nodes[1:, ..., 1:], strict=False):
+    for source, arc, target in zip(sources, arcs, nodes[1:, ..., 1:], strict=True):
         torch.add(source, arc, out=ways)
         torch.logaddexp(from_above, from_left, out=target)
     forward, flipped = nodes[..., 1:].permute(1, 2, 3, 0)

@@ -181,7 +181,8 @@ class _PrunedLogProb(torch.autograd.Function):
         grad.mul_(-(emit_share + blank_share)[..., None])
         grad.scatter_add_(3, tokens_BTR[..., None], emit_share[..., None])
         grad[..., ctx.blank_id] += blank_share
-        grad.masked_fill_(~length_mask(ctx.frame_lens_B, grad.size(1))[:, :, None, None], 0.0)  # padding may hold NaN
+        padding = (~length_mask(ctx.frame_lens_B, grad.size(1))).flatten().nonzero().squeeze(1)
+        grad.flatten(0, 1).index_fill_(0, padding, 0.0)  # where NaN times no share would be NaN
         return grad.to(ctx.logits_dtype), None, None
 
 

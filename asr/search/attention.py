@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from asr.heads.attention import Attention
-from asr.layers.masks import length_mask
 from asr.types import Encoded, Hypothesis
 
 NEVER = -torch.inf
@@ -29,6 +28,21 @@ def attention(
     Returns one hypothesis per utterance, without tokens where there are no frames. A token's frame is the one that the
     decoder's last layer looks at most for it.
     """
+    tokens, lens, scores = n_best(head, encoded, beam, length_norm, max_tokens_per_frame)
+    tokens_BU, lens_B = tokens[:, 0], lens[:, 0]
+    frames_BU = head.attended_frames(encoded, tokens_BU)
+    rows = zip(tokens_BU.tolist(), frames_BU.tolist(), lens_B.tolist(), scores[:, 0].tolist(), strict=True)
+    return [Hypothesis(row[:length], frames[:length], score) for row, frames, length, score in rows]
+
+
+@torch.no_grad()
+def n_best(
+    head: Attention, encoded: Encoded, beam: int, length_norm: float, max_tokens_per_frame: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens (B, K, U), padded with 0, their lengths (B, K) and scores (B, K) of all in the beam, the best first.
+
+    Those that had not ended when the search was over come last, with a score of -inf.
+    """
     if beam < 1 or length_norm < 0 or max_tokens_per_frame <= 0:
         raise ValueError(
             f"search.beam={beam}, search.length_norm={length_norm}, search.max_tokens_per_frame={max_tokens_per_frame}:"
@@ -49,7 +63,7 @@ def attention(
             break
         if number == room:
             room = 2 * room
-            state = state.with_room(room)
+            state = head.with_room(state, room)
         log_probs, state = head.step(newest.flatten(), state)
         log_probs = log_probs.unflatten(0, (num_utterances, beam))
         _restrict(log_probs, finished, (lens >= limit_B.unsqueeze(1)), head)
@@ -61,17 +75,12 @@ def attention(
         tokens[:, :, number] = newest.masked_fill(finished, 0)
         state = state.reorder((first_row + parents).flatten())
 
-    best = (scores / (lens + 1) ** length_norm).masked_fill(~finished, NEVER).argmax(dim=1, keepdim=True)
-    lens_B = lens.gather(1, best).squeeze(1)
-    tokens_BU = tokens.gather(1, best.unsqueeze(2).expand(-1, -1, longest + 1)).squeeze(1)
-    tokens_BU = tokens_BU.masked_fill(~length_mask(lens_B, longest + 1), 0)
-    frames_BU = head.attended_frames(encoded, tokens_BU)
-    rows = zip(tokens_BU.tolist(), frames_BU.tolist(), lens_B.tolist(), strict=True)
-    scores_B = scores.gather(1, best).squeeze(1).tolist()
-    return [
-        Hypothesis(row[:length], frames[:length], score)
-        for (row, frames, length), score in zip(rows, scores_B, strict=True)
-    ]
+    scores = scores.masked_fill(~finished, NEVER)
+    order = (scores / (lens + 1) ** length_norm).argsort(dim=1, descending=True, stable=True)
+    lens, scores = lens.gather(1, order), scores.gather(1, order)
+    tokens = tokens.gather(1, order.unsqueeze(2).expand_as(tokens))
+    valid = torch.arange(tokens.size(2), device=tokens.device) < lens.unsqueeze(2)
+    return tokens.masked_fill(~valid, 0), lens, scores
 
 
 def _restrict(log_probs_BKV: Tensor, finished: Tensor, at_limit: Tensor, head: Attention) -> None:

@@ -24,44 +24,31 @@ def greedy_search(
     if max_symbols_per_frame < 1:
         raise ValueError(f"max_symbols_per_frame={max_symbols_per_frame}: must be at least 1")
     steps = Steps(head, encoded, blank_penalty)
-    contexts = steps.start(len(steps.lens))
+    found = [Hypothesis([], [], 0.0) for _ in steps.lens]
+    contexts = steps.start(len(found))
     decoded = steps.decode(contexts)
-    # Of every step the frame, the symbols (B,), and their log-probabilities. Utterances are cut to their lengths at the
-    # end: what a step makes of one that has ended is no other's business.
-    frame_N: list[int] = []
-    symbols_NB: list[Tensor] = []
-    log_probs_NB: list[Tensor] = []
+    log_probs_NB: list[Tensor] = []  # of the symbols chosen in every step
+    searching_NB: list[list[bool]] = []  # and the utterances that it was a step of
     for frame, frames_BJ in enumerate(steps.frames_BTJ.unbind(1)):
-        still_emits = None
+        searching = [frame < length for length in steps.lens]
         for _ in range(max_symbols_per_frame):
             best, symbol = steps.log_probs(frames_BJ, decoded).max(1)
-            if still_emits is not None:  # the others have moved on
-                best, symbol = best * still_emits, symbol.where(still_emits, head.blank_id)
-            frame_N.append(frame)
-            symbols_NB.append(symbol)
             log_probs_NB.append(best)
-            still_emits = symbol != head.blank_id
-            rows = still_emits.nonzero().squeeze(1)
-            if not len(rows):
+            searching_NB.append(searching)
+            symbols = symbol.tolist()
+            searching = [was and token != head.blank_id for was, token in zip(searching, symbols, strict=True)]
+            emitting = [row for row, emits in enumerate(searching) if emits]
+            if not emitting:
                 break
-            extended = steps.extend(contexts[rows], symbol[rows])
+            for row in emitting:
+                found[row].tokens.append(symbols[row])
+                found[row].frames.append(frame)
+            rows = torch.tensor(emitting, device=decoded.device)
+            extended = steps.extend(contexts.index_select(0, rows), symbol.index_select(0, rows))
             contexts.index_copy_(0, rows, extended)
             decoded.index_copy_(0, rows, steps.decode(extended))
-    return _cut(frame_N, symbols_NB, log_probs_NB, steps.lens, head.blank_id)
-
-
-def _cut(
-    frame_N: list[int], symbols_NB: list[Tensor], log_probs_NB: list[Tensor], lens: list[int], blank_id: int
-) -> list[Hypothesis]:
-    """What the steps say of every utterance up to its length."""
-    if not frame_N:
-        return [Hypothesis([], [], 0.0) for _ in lens]
-    frames = torch.tensor(frame_N)
-    symbols_BN, log_probs_BN = torch.stack(symbols_NB, 1).cpu(), torch.stack(log_probs_NB, 1).cpu()
-    valid_BN = frames < torch.tensor(lens)[:, None]
-    scores = log_probs_BN.where(valid_BN, 0.0).sum(1).tolist()
-    emits_BN = valid_BN & (symbols_BN != blank_id)
-    return [
-        Hypothesis(symbols[emits].tolist(), frames[emits].tolist(), score)
-        for symbols, emits, score in zip(symbols_BN, emits_BN, scores, strict=True)
-    ]
+    if log_probs_NB:
+        counted_NB = torch.tensor(searching_NB, device=decoded.device)
+        scores = torch.stack(log_probs_NB).where(counted_NB, 0.0).sum(0).tolist()
+        found = [Hypothesis(of.tokens, of.frames, score) for of, score in zip(found, scores, strict=True)]
+    return found

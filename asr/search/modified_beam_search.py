@@ -21,24 +21,23 @@ class Beams:
     """K token sequences of every utterance. One with the score -inf is an empty slot.
 
     scores: (B, K) log-probability of the sequence, over all paths that stayed in the beam.
-    hashes, lens, contexts: (B, K) of the sequence; contexts as numbers, see `Steps`.
+    state: (4, B, K) of the sequence: its hash, its length, its context as a number (see `Steps`), and the row of
+        `decoded` that belongs to this context.
     decoded: (N, J) decoder output of the different contexts that an utterance has; its sequences share it.
-    rows: (B, K) where in `decoded` a sequence finds its own. utterances: (N,) whose context it is, rising.
+    utterances: (N,) whose context it is, rising.
     """
 
     scores: Tensor
-    hashes: Tensor
-    lens: Tensor
-    contexts: Tensor
-    rows: Tensor
+    state: Tensor
     decoded: Tensor
     utterances: Tensor
 
     def first(self, count: int) -> Beams:
         """Those of the first utterances."""
         num_contexts = int((self.utterances < count).sum())
-        ends = {"decoded": num_contexts, "utterances": num_contexts}
-        return Beams(**{name: value[: ends.get(name, count)] for name, value in vars(self).items()})
+        return Beams(
+            self.scores[:count], self.state[:, :count], self.decoded[:num_contexts], self.utterances[:num_contexts]
+        )
 
 
 @torch.no_grad()
@@ -72,12 +71,12 @@ def modified_beam_search(
     for frame, frames_BJ in enumerate(steps.frames_BTJ[order].unbind(1)):
         searching = sum(length > frame for length in steps.lens)
         if searching < len(beams.scores):
-            finished.append((beams.scores[searching:], beams.lens[searching:]))
+            finished.append((beams.scores[searching:], beams.state[1, searching:]))
             beams = beams.first(searching)
         beams, slots, symbols = _next_beams(steps, beams, frames_BJ)
         slots_TBK.append(slots)
         symbols_TBK.append(symbols)
-    finished.append((beams.scores, beams.lens))
+    finished.append((beams.scores, beams.state[1]))
 
     scores, lens = (torch.cat(parts[::-1]) for parts in zip(*finished, strict=True))
     best = (scores / (lens + steps.context_size) if length_norm else scores).argmax(1, keepdim=True)
@@ -90,13 +89,13 @@ def modified_beam_search(
 
 
 def _start(steps: Steps, batch_size: int, beam: int) -> Beams:
-    contexts = steps.start(batch_size, beam)
+    contexts = steps.start(batch_size)
     scores = torch.full((batch_size, beam), NEVER, device=contexts.device)
     scores[:, 0] = 0.0
-    nothing = torch.zeros_like(contexts)
     utterances = torch.arange(batch_size, device=contexts.device)
-    rows = utterances[:, None].expand(-1, beam)
-    return Beams(scores, nothing, nothing, contexts, rows, steps.decode(contexts[:, 0]), utterances)
+    nothing = torch.zeros_like(contexts)
+    state = torch.stack([nothing, nothing, contexts, utterances])[:, :, None].expand(-1, -1, beam)
+    return Beams(scores, state, steps.decode(contexts), utterances)
 
 
 def _next_beams(steps: Steps, old: Beams, frames_BJ: Tensor) -> tuple[Beams, Tensor, Tensor]:
@@ -105,18 +104,20 @@ def _next_beams(steps: Steps, old: Beams, frames_BJ: Tensor) -> tuple[Beams, Ten
     log_probs_NV = steps.log_probs(frames_BJ.index_select(0, old.utterances), old.decoded)
     # No sequence has more than `beam` extensions among the best `beam`.
     likeliest_NC = log_probs_NV.topk(min(beam, steps.vocab_size), dim=1)
-    extended_BKC = likeliest_NC.values[old.rows] + old.scores[:, :, None]
+    rows = old.state[3]
+    extended_BKC = likeliest_NC.values[rows].add_(old.scores[:, :, None])
     scores, chosen = extended_BKC.flatten(1).topk(beam, dim=1)
     slots = chosen // extended_BKC.size(2)
-    symbols = likeliest_NC.indices[old.rows].flatten(1).gather(1, chosen)
+    symbols = likeliest_NC.indices[rows].flatten(1).gather(1, chosen)
 
-    state_B4K = torch.stack([old.hashes, old.lens, old.contexts, old.rows], dim=1)
-    hashes, lens, contexts, rows = state_B4K.gather(2, slots[:, None].expand(-1, 4, -1)).unbind(1)
+    state = old.state.gather(2, slots.expand(4, -1, -1))
+    hashes, lens, contexts, rows = state
     emits = symbols != steps.blank_id
-    hashes = torch.where(emits, hashes * HASH_FACTOR + symbols + 1, hashes)
-    contexts = torch.where(emits, steps.extend(contexts, symbols), contexts)
-    decoded = _decode(steps, contexts, old.decoded.index_select(0, rows.flatten()), emits.flatten())
-    return Beams(_merged(scores, hashes), hashes, lens + emits, contexts, *decoded), slots, symbols
+    state[0] = torch.where(emits, hashes * HASH_FACTOR + symbols + 1, hashes)
+    lens += emits
+    state[2] = torch.where(emits, steps.extend(contexts, symbols), contexts)
+    beams = Beams(_merged(scores, hashes), state, old.decoded, old.utterances)
+    return _decoded(steps, beams, emits), slots, symbols
 
 
 def _merged(scores: Tensor, hashes: Tensor) -> Tensor:
@@ -128,20 +129,19 @@ def _merged(scores: Tensor, hashes: Tensor) -> Tensor:
     return merged.masked_fill(same_BKK.tril(-1).any(2), NEVER)
 
 
-def _decode(steps: Steps, contexts: Tensor, decoded: Tensor, emits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What `Beams` holds of the contexts (B, K): `rows`, `decoded`, `utterances`.
-
-    decoded, emits: (B * K, J) output before, and (B * K,) where a token has changed the context since.
-    """
-    of_utterance = torch.arange(len(contexts), device=contexts.device)[:, None] * steps.num_contexts
-    contexts_N, rows = torch.unique(contexts + of_utterance, return_inverse=True)
+def _decoded(steps: Steps, beams: Beams, emits: Tensor) -> Beams:
+    """`beams` with the rows and the decoder output of their contexts, which are new where a token was emitted."""
+    _, _, contexts, rows = beams.state
+    of_utterances, new_rows = torch.unique(steps.with_utterance(contexts), return_inverse=True)
     # One of the sequences that share a context stands for all of them.
-    sequence_N = torch.empty_like(contexts_N).scatter_(0, rows.flatten(), torch.arange(len(emits), device=emits.device))
-    decoded = decoded.index_select(0, sequence_N)
-    changed = emits[sequence_N].nonzero().squeeze(1)
+    sequences = torch.arange(rows.numel(), device=rows.device)
+    chosen = torch.empty_like(of_utterances).scatter_(0, new_rows.flatten(), sequences)
+    decoded = beams.decoded.index_select(0, rows.flatten()[chosen])
+    changed = emits.flatten()[chosen].nonzero().squeeze(1)
     if len(changed):
-        decoded.index_copy_(0, changed, steps.decode(contexts_N[changed] % steps.num_contexts))
-    return rows, decoded, contexts_N // steps.num_contexts
+        decoded.index_copy_(0, changed, steps.decode(of_utterances[changed] % steps.num_contexts))
+    rows.copy_(new_rows)
+    return Beams(beams.scores, beams.state, decoded, of_utterances // steps.num_contexts)
 
 
 def _trace_back(

@@ -32,8 +32,8 @@ class Steps:
         self._base = head.vocab_size + 1
         self.context_size = len(self._tables)
         self.num_contexts = self._base**self.context_size
-        # Numbers of contexts and utterances together must fit into int64.
-        assert self.num_contexts * max(1, len(self.lens)) < 1 << 63, "context_size is too large for this vocabulary"
+        utterances = torch.arange(len(self.lens), device=self.frames_BTJ.device)
+        self._utterance_starts_B1 = (utterances * self.num_contexts)[:, None]
 
     def start(self, *shape: int) -> Tensor:
         """Contexts of an utterance's start: blank, and before it no token."""
@@ -43,6 +43,10 @@ class Steps:
     def extend(self, contexts: Tensor, tokens: Tensor) -> Tensor:
         """The contexts after one more token."""
         return contexts * self._base % self.num_contexts + tokens
+
+    def with_utterance(self, contexts_BK: Tensor) -> Tensor:
+        """Numbers that tell contexts of different utterances apart: utterance * num_contexts + context."""
+        return contexts_BK + self._utterance_starts_B1[: len(contexts_BK)]
 
     def decode(self, contexts_N: Tensor) -> Tensor:
         """(N, J) projected decoder output after these contexts."""

@@ -4,6 +4,7 @@ A checkpoint is one dict of tensors, numbers, strings, lists and dicts:
 
     model, average          parameters and the running fp64 average
     optimizer, precision    their states
+    adversary               that of the second optimiser, where the model has an adversary, else None
     progress                epoch, batches of it that are done, step, skipped steps, history of results
     generators              one dict of random generator states per rank
     config                  the resolved configuration

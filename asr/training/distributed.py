@@ -119,7 +119,8 @@ def _sum_bucket(gradients: list[Tensor]) -> None:
 
 
 def average_buffers(model: nn.Module, world: World) -> None:
-    """Make floating-point buffers (batch norm statistics) the mean over ranks, so that all ranks hold one model."""
+    """Let all ranks hold one model: floating-point buffers (batch norm statistics) become the mean over ranks, others
+    (counters, samples) those of rank 0."""
     if world.size == 1:
         return
     for buffer in model.buffers():
@@ -128,3 +129,5 @@ def average_buffers(model: nn.Module, world: World) -> None:
             mean = buffer.double()
             dist.all_reduce(mean)
             buffer.copy_(mean / world.size)
+        else:
+            dist.broadcast(buffer, src=0)

@@ -20,6 +20,7 @@ from asr.scoring.files import format_rate
 from asr.training.averaging import RunningAverage
 from asr.training.checkpoint import CheckpointFolder, generator_states, restore_generators
 from asr.training.distributed import World, average_buffers, gather
+from asr.training.doctor_report import Checkups
 from asr.training.mfu import counting_flops
 from asr.training.monitor import Monitor, SkippedItems, clock, part_figures, peak_memory_bytes
 from asr.training.precision import NumericsError, PrecisionMode
@@ -85,6 +86,7 @@ class Trainer:
         identity: what each checkpoint holds beside the state: config, tokenizer, versions, data fingerprint.
         validate: runs the dev set.
         on_validation: called with (model, step) after each validation, for pictures.
+        adversary: the optimiser of the model's adversaries, where it has any; its learning rate follows no schedule.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class Trainer:
         world: World,
         reference_batches: float = 1.0,
         on_validation: Callable[[AsrModel, int], None] | None = None,
+        adversary: torch.optim.Optimizer | None = None,
     ):
         self.run_name = run_name
         self.settings = settings
@@ -117,10 +120,12 @@ class Trainer:
         self.world = world
         self.reference_batches = reference_batches
         self.on_validation = on_validation
+        self.adversary = adversary
         self.checkpoints = CheckpointFolder(run_dir / "checkpoints")
         self.average = RunningAverage(model, settings.average_period)
         self.progress = Progress()
         self.skipped_items = SkippedItems()
+        self.checkups = Checkups(settings.doctor_every, precision, monitor, world)
 
     def fit(self) -> Progress:
         """Train to the last epoch or step. Raises NumericsError when non-finite steps do not end."""
@@ -183,6 +188,7 @@ class Trainer:
             progress.skipped_steps += 1
             progress.skipped_in_a_row += 1
         self.monitor.step(progress.step, progress.epoch, result, lr, self.precision.scale)
+        self.checkups.after_step(self.model, group, progress.step, progress.skipped_in_a_row)
         if self.precision.collapsed or progress.skipped_in_a_row >= self.settings.max_skipped:
             raise NumericsError(self._why_stopped())
 
@@ -190,7 +196,7 @@ class Trainer:
         def step() -> StepResult:
             return train_step(
                 self.model, group, self.optimizer, self.precision, self.settings.clip_norm, self.world,
-                self.precision.device,
+                self.precision.device, self.adversary,
             )  # fmt: skip
 
         if not self.monitor.wants_flops:
@@ -206,10 +212,11 @@ class Trainer:
             "amp_fp16": "precision=amp_bf16 or fp32, or a lower optim.lr",
             "fp32": "a lower optim.lr, a smaller trainer.clip_norm, and the utterances named above",
         }.get(mode, "precision=fp32, or a lower optim.lr")
+        culprit = f"The first number that was not finite: {self.checkups.culprit}. " if self.checkups.culprit else ""
         return (
             f"training stopped at step {self.progress.step} under precision={mode}: "
             f"{self.progress.skipped_in_a_row} steps in a row were not finite (loss scale {self.precision.scale:g}). "
-            f"Last good checkpoint: {good or 'none yet'}; its weights are untouched. Try {remedy}."
+            f"{culprit}Last good checkpoint: {good or 'none yet'}; its weights are untouched. Try {remedy}."
         )
 
     def _end_epoch(self) -> None:
@@ -269,6 +276,7 @@ class Trainer:
             "model": self.model.state_dict(),
             "average": self.average.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            "adversary": self.adversary.state_dict() if self.adversary else None,
             "precision": self.precision.state_dict(),
             "progress": dict(vars(self.progress)),
             "world_size": self.world.size,
@@ -281,6 +289,8 @@ class Trainer:
         self.model.load_state_dict(state["model"])
         self.average.load_state_dict(state["average"])
         self.optimizer.load_state_dict(state["optimizer"])
+        if self.adversary:
+            self.adversary.load_state_dict(state["adversary"])
         self.precision.load_state_dict(state["precision"])
         self.progress = Progress(**state["progress"])
         if state["world_size"] == self.world.size:

@@ -67,17 +67,14 @@ class PrecisionMode:
         """Backpropagate the scaled loss."""
         self.scaler.scale(loss).backward()
 
-    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+    def unscale(self, *optimizers: torch.optim.Optimizer) -> None:
         """Divide the gradients by the loss scale, so that norms and clipping see true values."""
-        self.scaler.unscale_(optimizer)
+        for optimizer in optimizers:
+            self.scaler.unscale_(optimizer)
 
-    def step(self, optimizer: torch.optim.Optimizer, finite: bool) -> None:
+    def step(self, *optimizers: torch.optim.Optimizer, finite: bool) -> None:
         """Update the parameters when the gradients are finite, and adapt the loss scale."""
-        if not self.scaler.is_enabled():
-            if finite:
-                optimizer.step()
-            return
-        if finite:
+        for optimizer in optimizers if finite else ():
             self.scaler.step(optimizer)
         # The scaler learns of the overflow from unscale_, also where the step itself was left out.
         self.scaler.update()

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 # The threshold is first set after so many steps; norms fall quickly then, so it is twice as wide.
 _FIRST_THRESHOLDS = (10, 20, 40)
+_LARGE = 16384  # elements
 _TENSORS = ("delta", "square", "rms", "scale_square", "scale_grads")
 # The most that the scale of a parameter may be asked to change by in one update of scales.
 _MAX_SCALE_STEP = 0.1
@@ -18,7 +19,7 @@ _MAX_SCALE_STEP = 0.1
 
 class ScaledAdam(Optimizer):
     """Adam with steps proportional to a parameter's root mean square, which is learnt as a parameter of its own
-    (Yao et al., 2024, section 3.5).
+    (Yao et al., 2024).
 
     lr: relative change of a parameter by one step, roughly, when gradients agree.
     betas, eps: as in Adam; the first moment is kept of steps, so that it follows the learning rate.
@@ -29,8 +30,8 @@ class ScaledAdam(Optimizer):
     scalar_max: bound of parameters of one element.
     size_update_period: steps between updates of scales.
 
-    Parameters of one shape are updated as one tensor. A parameter without a gradient keeps its value and its state.
-    Gradients must be finite: `train_step` leaves out steps in which they are not.
+    Small parameters of one shape are updated as one tensor (on a GPU, large ones too). A parameter without a gradient
+    keeps its value and its state. Gradients must be finite: `train_step` leaves out steps in which they are not.
     """
 
     def __init__(
@@ -88,7 +89,9 @@ class ScaledAdam(Optimizer):
             state = self.state[param]
             if not state:
                 state.update(_first_state(param, group["size_update_period"]))
-            alike.setdefault((param.shape, param.dtype, param.device, state["step"]), []).append(param)
+            # On a CPU, copying a large parameter into a stack costs more than what the stack saves.
+            alone = id(param) if param.device.type == "cpu" and param.numel() >= _LARGE else None
+            alike.setdefault((alone, param.shape, param.dtype, param.device, state["step"]), []).append(param)
         stacks = []
         for members in alike.values():
             stack = self._stacks.get(members[0])
@@ -139,16 +142,24 @@ class _Stack:
         """A state of one number per parameter, in a shape (N, 1, ...) that fits the values."""
         return self.state[name].view(-1, *[1] * (self.value.dim() - 1))
 
-    def row_sums(self, tensor: Tensor) -> Tensor:
-        return tensor.flatten(1).sum(1)
+    def grad_norms(self) -> Tensor:
+        return torch.linalg.vector_norm(_flat(self.grad), dim=1)
+
+    def scale_grads(self) -> Tensor:
+        """Derivatives by the logarithm of each parameter's scale."""
+        return torch.linalg.vecdot(_flat(self.value), _flat(self.grad))
 
     def rms(self) -> Tensor:
-        return self.value.flatten(1).square().mean(1).sqrt()
+        return torch.linalg.vector_norm(_flat(self.value), dim=1) / self.params[0].numel() ** 0.5
 
 
 def _rows(tensors: list[Tensor]) -> Tensor:
     """One tensor of all; of a single one a view, which costs nothing."""
     return torch.stack(tensors) if len(tensors) > 1 else tensors[0].unsqueeze(0)
+
+
+def _flat(stacked: Tensor) -> Tensor:
+    return stacked.reshape(len(stacked), -1)
 
 
 def _first_state(param: Tensor, size_update_period: int) -> dict[str, Any]:
@@ -168,11 +179,10 @@ def _clipping_factor(group: dict[str, Any], stacks: list[_Stack]) -> float:
     group["num_steps"] += 1
     if group["clipping_scale"] is None or step == 0:
         return 1.0
-    sums = [
-        (stack.grad * (group["scalar_lr_scale"] if stack.is_scalar else stack.per_row("rms"))).square().sum()
-        for stack in stacks
+    norms = [
+        stack.grad_norms() * (group["scalar_lr_scale"] if stack.is_scalar else stack.state["rms"]) for stack in stacks
     ]
-    norm = float(torch.stack([total.to(sums[0].device) for total in sums]).sum().sqrt())
+    norm = float(torch.linalg.vector_norm(torch.cat([of_stack.to(norms[0].device) for of_stack in norms])))
     group["norms"] = [*group["norms"], norm][-period:]
     early = step in _FIRST_THRESHOLDS and step < period
     if early or step % period == 0:
@@ -185,30 +195,33 @@ def _clipping_factor(group: dict[str, Any], stacks: list[_Stack]) -> float:
 
 def _update(stack: _Stack, group: dict[str, Any], clipping_factor: float) -> None:
     beta1, beta2 = group["betas"]
-    grad = stack.grad if clipping_factor == 1.0 else stack.grad * clipping_factor
+    if clipping_factor != 1.0:
+        stack.grad = stack.grad * clipping_factor
     delta, square = stack.state["delta"], stack.state["square"]
     delta.mul_(beta1)
     if not stack.is_scalar:
-        _learn_scale(stack, grad, group)
-    square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    # The first moment is not corrected for its start: small first steps help.
-    denominator = square.div(1 - beta2 ** (stack.step + 1)).sqrt_().add_(group["eps"])
-    step_size = -group["lr"] * (1 - beta1)
+        _learn_scale(stack, group)
+    square.mul_(beta2).addcmul_(stack.grad, stack.grad, value=1 - beta2)
+    # The second moment is corrected for its start, the first is not: small first steps help.
+    correction = (1 - beta2 ** (stack.step + 1)) ** 0.5
+    denominator = square.sqrt().add_(group["eps"] * correction)
+    step_size = -group["lr"] * (1 - beta1) * correction
     if stack.is_scalar:
-        delta.addcdiv_(grad, denominator, value=step_size * group["scalar_lr_scale"])
+        delta.addcdiv_(stack.grad, denominator, value=step_size * group["scalar_lr_scale"])
         stack.value.clamp_(-group["scalar_max"], group["scalar_max"])
     else:
-        delta.addcmul_(grad / denominator, stack.per_row("rms").clamp(min=group["min_rms"]), value=step_size)
+        denominator.div_(stack.per_row("rms").clamp(min=group["min_rms"]))
+        delta.addcdiv_(stack.grad, denominator, value=step_size)
     stack.value.add_(delta)
     stack.scatter()
 
 
-def _learn_scale(stack: _Stack, grad: Tensor, group: dict[str, Any]) -> None:
+def _learn_scale(stack: _Stack, group: dict[str, Any]) -> None:
     """Collect the gradient of each parameter's log scale; after every period, add a step along it to `delta`."""
     beta1, beta2 = group["betas"]
     period = group["size_update_period"]
     grads, square, rms = (stack.state[name] for name in ("scale_grads", "scale_square", "rms"))
-    grads[:, stack.step % period] = stack.row_sums(stack.value * grad)
+    grads[:, stack.step % period] = stack.scale_grads()
     if (stack.step + 1) % period:
         return
     rms.copy_(stack.rms())

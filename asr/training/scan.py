@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
-from lhotse.cut import Cut
 
 from asr.config import DataSettings
+from asr.data.packed import PackedCuts
 from asr.heads.head import add_parts
 from asr.model import AsrModel
 from asr.training.checkpoint import generator_states, restore_generators
@@ -29,9 +29,11 @@ OPTIMISER_BYTES = 8
 class PlannedLoader(Protocol):
     """What the scan needs of a loader."""
 
-    def batches(self, epoch: int) -> list[list[Cut]]: ...
+    cuts: PackedCuts
 
-    def load(self, cuts: list[Cut], epoch: int) -> Batch: ...
+    def plan(self, epoch: int) -> list[list[int]]: ...
+
+    def load(self, indices: list[int], epoch: int) -> Batch: ...
 
 
 def scan_memory(
@@ -48,25 +50,26 @@ def scan_memory(
     Room for what the optimiser will keep is held meanwhile. Parameters, gradients, buffers and random generators are
     afterwards what they were. Raises ValueError, with what to lower, when the memory does not suffice.
     """
-    batches = largest_batches(loader.batches(epoch), encode)
+    batches = largest_batches(loader.plan(epoch), loader.cuts, encode)
     generators = generator_states()
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     was_training = model.training
     model.train()
-    cuts: list[Cut] = []
+    described = ""
     try:
         reserve = 0 if optimizer.state else OPTIMISER_BYTES * sum(p.numel() for p in model.parameters())
         held = torch.empty(reserve, dtype=torch.uint8, device=precision.device)
-        for cuts in batches:
-            _forward_and_backward(model, loader.load(cuts, epoch).to(precision.device), precision)
-            optimizer.zero_grad(set_to_none=True)
+        for batch in batches:
+            described = _described(batch, loader.cuts.durations)
+            _forward_and_backward(model, loader.load(batch, epoch).to(precision.device), precision)
+            model.zero_grad(set_to_none=True)
         del held
     except RuntimeError as error:
         if not _is_out_of_memory(error):
             raise
-        raise ValueError(_advice(cuts, precision, data)) from None
+        raise ValueError(_advice(described, len(batch) == 1, precision, data)) from None
     finally:
-        optimizer.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)
         model.train(was_training)
         with torch.no_grad():
             for buffer, before in buffers:
@@ -76,23 +79,29 @@ def scan_memory(
     if precision.device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    log.info("memory: %.2f GB at most, over %s", peak / 2**30, "; ".join(map(_described, batches)))
+    told = "; ".join(_described(batch, loader.cuts.durations) for batch in batches)
+    log.info("memory: %.2f GB at most, over %s", peak / 2**30, told)
     return peak
 
 
-def largest_batches(batches: list[list[Cut]], encode: Callable[[str], list[int]]) -> list[list[Cut]]:
+def largest_batches(plan: list[list[int]], cuts: PackedCuts, encode: Callable[[str], list[int]]) -> list[list[int]]:
     """Those with the longest utterance, with the most audio and with the most tokens, padding included; each once."""
 
-    def texts(cuts: list[Cut]) -> list[str]:
-        return [cut.supervisions[0].text or "" for cut in cuts]
+    def longest(batch: list[int]) -> float:
+        return max(cuts.durations[index] for index in batch)
 
-    long_texts = heapq.nlargest(NUM_LONG_TEXTS, batches, key=lambda cuts: len(cuts) * max(map(len, texts(cuts))))
+    def most_characters(batch: list[int]) -> int:
+        return len(batch) * max(cuts.text_lens[index] for index in batch)
+
+    def most_tokens(batch: list[int]) -> int:
+        return len(batch) * max(len(encode(cuts[index].supervisions[0].text or "")) for index in batch)
+
     chosen = (
-        max(batches, key=lambda cuts: (_longest(cuts), len(cuts))),
-        max(batches, key=lambda cuts: len(cuts) * _longest(cuts)),
-        max(long_texts, key=lambda cuts: len(cuts) * max(len(encode(text)) for text in texts(cuts))),
+        max(plan, key=lambda batch: (longest(batch), len(batch))),
+        max(plan, key=lambda batch: len(batch) * longest(batch)),
+        max(heapq.nlargest(NUM_LONG_TEXTS, plan, key=most_characters), key=most_tokens),
     )
-    return list({id(cuts): cuts for cuts in chosen}.values())
+    return list({tuple(batch): batch for batch in chosen}.values())
 
 
 def _forward_and_backward(model: AsrModel, batch: Batch, precision: PrecisionMode) -> None:
@@ -107,23 +116,20 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
-def _longest(cuts: list[Cut]) -> float:
-    return max(cut.duration for cut in cuts)
+def _described(batch: list[int], durations: Sequence[float]) -> str:
+    longest = max(durations[index] for index in batch)
+    return f"{len(batch)} utterance{'' if len(batch) == 1 else 's'} of up to {longest:.1f} s"
 
 
-def _described(cuts: list[Cut]) -> str:
-    return f"{len(cuts)} utterance{'' if len(cuts) == 1 else 's'} of up to {_longest(cuts):.1f} s"
-
-
-def _advice(cuts: list[Cut], precision: PrecisionMode, data: DataSettings) -> str:
+def _advice(described: str, single: bool, precision: PrecisionMode, data: DataSettings) -> str:
     remedies = [
         f"data.max_duration={data.max_duration / 2:g} with twice the trainer.accumulate, which trains on as much a step"
     ]
-    if len(cuts) == 1:
-        remedies = [f"data.max_utterance below {_longest(cuts):.0f}: this utterance is a batch by itself"]
+    if single:
+        remedies = [f"a data.max_utterance below {data.max_utterance:g}: this utterance is a batch by itself"]
     if precision.mode == "fp32":
         remedies.append("precision=amp_bf16")
     return (
-        f"out of memory under precision={precision.mode} with a batch of {_described(cuts)} "
+        f"out of memory under precision={precision.mode} with a batch of {described} "
         f"(data.max_duration={data.max_duration:g}). Try {', or '.join(remedies)}, or a smaller encoder."
     )

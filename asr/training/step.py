@@ -45,11 +45,15 @@ def train_step(
     clip_norm: float | None,
     world: World,
     device: torch.device,
+    adversary: torch.optim.Optimizer | None = None,
 ) -> StepResult:
     """Train on `batches` as on one batch that holds all their utterances, on all ranks.
 
     The loss is the sum over feasible utterances divided by their number. A step whose loss or gradient is not finite
     changes nothing: the gradients of the whole group are dropped and the buffers are put back.
+
+    adversary: the optimiser of the model's adversaries, which steps when `optimizer` does; their gradients are not
+        clipped and no part of the norm.
     """
     batches = [batch.to(device) for batch in batches if len(batch)]
     figures = [
@@ -62,7 +66,8 @@ def train_step(
     num_utterances, num_read, audio_seconds, frames, room = totals(figures, world, device)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
 
-    optimizer.zero_grad(set_to_none=True)
+    optimizers = [optimizer] if adversary is None else [optimizer, adversary]
+    model.zero_grad(set_to_none=True)
     part_sums: dict[str, float] = {}
     suspects: list[str] = []
     for batch in batches:
@@ -79,15 +84,18 @@ def train_step(
 
     norm, clipped = math.nan, False
     if num_utterances:
-        precision.unscale(optimizer)
-        parameters = [p for p in model.parameters() if p.grad is not None]
-        norm_tensor = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        precision.unscale(*optimizers)
+        foreign = {id(p) for group in adversary.param_groups for p in group["params"]} if adversary else set()
+        parameters = [p for p in model.parameters() if p.grad is not None and id(p) not in foreign]
+        norm_tensor = _norm(parameters)
         norm = float(norm_tensor)
         clipped = clip_norm is not None and norm > clip_norm
         finite = math.isfinite(loss) and math.isfinite(norm)
+        if adversary is not None:
+            finite = finite and bool(_norm([p for p in model.parameters() if id(p) in foreign]).isfinite())
         if finite and clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm_tensor)
-        precision.step(optimizer, finite)
+        precision.step(*optimizers, finite=finite)
         clipped = clipped or (finite and getattr(optimizer, "clipped", False))
     else:
         finite = math.isfinite(loss)
@@ -114,6 +122,10 @@ def count_feasible(model: AsrModel, batch: Batch) -> Tensor:
     """How many utterances of the batch have frames enough for their transcripts."""
     lens_B = model.encoder.output_lens(batch.feature_lens)
     return model.head.feasible(lens_B, batch.tokens, batch.token_lens).sum()
+
+
+def _norm(parameters: list[torch.nn.Parameter]) -> Tensor:
+    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
 
 @torch.no_grad()

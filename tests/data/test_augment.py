@@ -7,7 +7,15 @@ import torch
 from lhotse import CutSet, Recording, SupervisionSegment
 from lhotse.cut import Cut
 
-from asr.data.augment import NoiseMixer, cut_rng, is_speed_perturbed, random_speed, random_volume, speed_perturb
+from asr.data.augment import (
+    NoiseMixer,
+    cut_rng,
+    is_speed_perturbed,
+    noise_cuts,
+    random_speed,
+    random_volume,
+    speed_perturb,
+)
 from asr.features.fbank import Fbank
 
 FACTORS = [0.9, 1.0, 1.1]
@@ -175,3 +183,26 @@ def test_wrong_noise_settings_are_refused_in_words(make_cut):
     ):
         with pytest.raises(ValueError, match=complaint):
             NoiseMixer(**arguments)
+
+
+def test_noise_from_a_folder_of_musans_shape(make_cut, tmp_path):
+    for place, rate in (("musan/noise/free-sound/n1.wav", 16000), ("musan/music/fma/m 2.WAV", 44100),
+                        ("musan/speech/librivox/s3.flac", 8000)):  # fmt: skip
+        path = tmp_path / place
+        path.parent.mkdir(parents=True)
+        soundfile.write(path, 0.1 * np.random.RandomState(1).randn(rate), rate)
+    (tmp_path / "musan" / "README").write_text("not audio")
+    found = noise_cuts(str(tmp_path / "musan"))
+    assert [round(cut.duration, 3) for cut in found] == [1.0, 1.0, 1.0]
+    speech = make_cut("speech")
+    for noise in found:
+        mixed = NoiseMixer([noise], 10, 10, probability=1.0)(speech, random.Random(0)).load_audio()
+        assert np.abs(mixed - speech.load_audio())[0, -4000:].mean() > 0.01
+    CutSet.from_cuts(found).to_file(tmp_path / "noise.jsonl.gz")
+    assert [cut.id for cut in noise_cuts(tmp_path / "noise.jsonl.gz")] == [cut.id for cut in found]
+    (tmp_path / "musan" / "noise" / "broken.wav").write_bytes(b"RIFF")
+    with pytest.raises(ValueError, match=r"broken\.wav: cannot be read as audio"):
+        noise_cuts(tmp_path / "musan")
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(ValueError, match=r"data\.noise=.*nothing: .*no \.wav or \.flac"):
+        noise_cuts(tmp_path / "nothing")

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import soundfile
 
+from asr.data import checks
 from asr.data.corpus import Corpus, prepared_is_current, prepared_splits, split_off, write_prepared
 from asr.data.cuts import load_cuts, make_cut
 from asr.data.report import add_tokenizer_section, format_summary, read_report
@@ -79,6 +80,38 @@ def test_nothing_usable_is_an_error_that_says_why_and_keeps_what_was_there(tmp_p
     assert prepared_is_current(out, {}) and len(list(out.iterdir())) == 2
     with pytest.raises(ValueError, match="no data has been prepared"):
         prepared_splits(tmp_path / "nowhere")
+
+
+def test_a_preparation_that_was_killed_goes_on_without_reading_audio_twice(tmp_path, monkeypatch):
+    names = [f"u{number}" for number in range(10)]
+    for name in names:
+        soundfile.write(tmp_path / f"{name}.wav", np.random.default_rng(0).uniform(-0.1, 0.1, 1600), 16000)
+    read = []
+
+    def load_audio(cut):
+        read.append(cut.id)
+        if len(read) == 8:
+            raise KeyboardInterrupt
+        return checks_load_audio(cut)
+
+    checks_load_audio = checks.load_audio
+    monkeypatch.setattr(checks, "load_audio", load_audio)
+    monkeypatch.setattr(checks, "CUTS_PER_JOB", 3)
+
+    def prepare():
+        cuts = (make_cut(name, tmp_path / f"{name}.wav", name.upper()) for name in names)
+        return write_prepared(Corpus({"train": cuts}), tmp_path / "out", None, {})
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare()
+    (tmp_path / "out" / ".99-train.jsonl.gz").touch()  # what a kill leaves behind
+    soundfile.write(tmp_path / "u1.wav", np.zeros(1600), 16000)
+    report = prepare()
+    assert read == [*names[:8], "u1", *names[6:]], "two blocks were done; of these one file has changed since"
+    assert report["splits"]["train"]["utterances"] == 10
+    assert [cut.id for cut in load_cuts(tmp_path / "out" / "train.jsonl.gz")] == names
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["data_report.json", "train.jsonl.gz"]
+    assert prepare()["fingerprint"] == report["fingerprint"] and len(read) == 23, "a new one reads everything"
 
 
 def test_speakers_are_set_aside_whole(cut_of):

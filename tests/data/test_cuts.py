@@ -6,7 +6,7 @@ import pytest
 import soundfile
 from lhotse import CutSet, MonoCut
 
-from asr.data.cuts import AudioError, iterate_cuts, load_audio, load_cuts, make_cut, unreadable_reason
+from asr.data.cuts import AudioError, Manifest, iterate_cuts, load_audio, load_cuts, make_cut, unreadable_reason
 
 
 def tone(seconds: float, rate: int, frequency: float = 440.0) -> np.ndarray:
@@ -111,6 +111,14 @@ def test_manifests_survive_writing_and_reading(tmp_path):
         loaded = load_cuts(manifest(tmp_path, name))
         assert [cut.id for cut in loaded] == [f"c{number}" for number in range(50)]
         assert all(isinstance(cut, MonoCut) for cut in loaded)
+
+
+def test_a_manifest_is_read_anew_each_time(tmp_path):
+    cuts = Manifest(manifest(tmp_path))
+    assert len(cuts) == 50 and [cut.id for cut in cuts] == [cut.id for cut in cuts] == [f"c{n}" for n in range(50)]
+    cuts.path.unlink()
+    with pytest.raises(ValueError, match="no such file"):
+        next(iter(cuts))
 
 
 def test_broken_manifests_name_file_and_line(tmp_path):

@@ -1,6 +1,7 @@
 """Searches with an attention decoder against the enumeration of every transcript."""
 
 import itertools
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -10,7 +11,7 @@ from asr.heads.attention import Attention
 from asr.heads.ctc import CTC
 from asr.heads.joint import Joint
 from asr.search import attention as attention_module
-from asr.search.attention import attention
+from asr.search.attention import attention, n_best
 from asr.search.attention_rescoring import attention_rescoring
 from asr.search.ctc_prefix_beam_search import ctc_prefix_beam_search
 from asr.types import Encoded
@@ -46,16 +47,57 @@ def likelihood(head, encoded, tokens, reverse=False):
     return head.log_likelihood(encoded, torch.tensor([tokens]).long(), torch.tensor([len(tokens)]), reverse).item()
 
 
+@pytest.mark.parametrize("kind", ["full", "linear"])
 @pytest.mark.parametrize("sos_eos_id", [None, 4])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_wide_beam_finds_the_likeliest_of_all_transcripts(seed, sos_eos_id):
-    head, encoded = decoder(seed, sos_eos_id), frames(3, seed=seed)
+def test_a_wide_beam_finds_the_likeliest_of_all_transcripts(seed, sos_eos_id, kind):
+    head, encoded = decoder(seed, sos_eos_id, attention=kind), frames(3, seed=seed)
     symbols = [token for token in range(1, VOCAB_SIZE) if token != sos_eos_id]
     scores = {tuple(row): likelihood(head, encoded, row) for row in transcripts(symbols, 3)}
     (found,) = attention(head, encoded, beam=200)
     best = max(scores, key=scores.get)
     assert tuple(found.tokens) == best and found.score == pytest.approx(scores[best], abs=1e-4)
     assert len(found.frames) == len(found.tokens) and all(0 <= frame < 3 for frame in found.frames)
+
+
+class Recomputed:
+    """The head without steps: every prefix goes through the parallel form from its first token on."""
+
+    def __init__(self, head):
+        self.head, self.sos_eos_id, self.blank_id = head, head.sos_eos_id, head.blank_id
+
+    def start(self, encoded, rows, num_steps):
+        return Prefixes(encoded, torch.zeros(len(encoded.lens) * rows, 0, dtype=torch.int64))
+
+    def step(self, tokens, state):
+        given = torch.cat([state.tokens, tokens.unsqueeze(1)], dim=1)
+        logits = self.head.logits(state.encoded, given[:, 1:])  # which puts the start before them
+        return logits[:, -1].log_softmax(-1), Prefixes(state.encoded, given)
+
+    def with_room(self, state, num_steps):
+        return state
+
+
+@dataclass
+class Prefixes:
+    encoded: Encoded
+    tokens: torch.Tensor
+
+    def reorder(self, rows):
+        return Prefixes(self.encoded, self.tokens[rows])
+
+
+@pytest.mark.parametrize("kind", ["full", "linear"])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_n_best_of_steps_are_those_of_recomputation(seed, kind, monkeypatch):
+    monkeypatch.setattr(attention_module, "FIRST_ROOM", 2)
+    head, encoded = decoder(seed, attention=kind, num_layers=2), frames(7, 4, seed=seed)
+    # A norm above 0 lets the search go on until all of the beam have ended.
+    by_steps, recomputed = (n_best(scorer, encoded, 5, 1e-6, 1.0) for scorer in (head, Recomputed(head)))
+    assert torch.equal(by_steps[0], recomputed[0]) and torch.equal(by_steps[1], recomputed[1])
+    torch.testing.assert_close(by_steps[2], recomputed[2], atol=1e-4, rtol=1e-5)
+    assert by_steps[2].isfinite().all() and (by_steps[2].diff(dim=1) <= 0).all()
+    assert len({tuple(row) for row in by_steps[0][0].tolist()}) == 5
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -13,7 +13,7 @@ from asr.search.ctc_greedy_search import ctc_greedy_search
 from asr.training.distributed import World
 from asr.training.loop import Trainer
 from asr.training.monitor import Monitor
-from asr.training.optim import parameter_groups
+from asr.training.optim import adversary_optimizer, parameter_groups
 from asr.training.precision import PrecisionMode
 from asr.training.schedule import WarmupCosine
 from asr.training.validate import validate
@@ -88,7 +88,7 @@ def make_trainer(
         WarmupCosine(20, 4), loader or ListLoader(),
         validation or (lambda model: validate(model, dev, ctc_greedy_search, to_text, precision, world, CPU)),
         precision, Monitor(run_dir if world.is_main else None, settings.log_every, 20, False),
-        {"config": {"trainer": vars(settings).copy()}}, world,
+        {"config": {"trainer": vars(settings).copy()}}, world, adversary=adversary_optimizer(model),
     )  # fmt: skip
 
 

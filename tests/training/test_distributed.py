@@ -81,8 +81,10 @@ def test_what_ranks_tell_one_another():
         norm = torch.nn.BatchNorm1d(4)
         norm.running_mean.fill_(float(world.rank))
         norm.running_var.copy_(torch.tensor([0.1, 1 / 3, 1e-7, 7.7]))
+        norm.num_batches_tracked.fill_(world.rank + 5)
         before = norm.running_var.clone()
         average_buffers(norm, world)
+        assert norm.num_batches_tracked == 5, "counters become those of rank 0"
         assert norm.running_mean.tolist() == [1, 1, 1, 1]
         # What is the same everywhere stays so to the last bit, also where a third of three times it would not.
         assert torch.equal(norm.running_var, before)

@@ -7,22 +7,25 @@ import pytest
 import torch
 
 from asr.config import DataSettings
+from asr.data.packed import PackedCuts
 from asr.training.optim import parameter_groups
 from asr.training.scan import largest_batches, scan_memory
 
-
-def cuts(*durations_and_texts):
-    return [
-        SimpleNamespace(id=f"u{number}", duration=duration, supervisions=[SimpleNamespace(text=text)])
-        for number, (duration, text) in enumerate(durations_and_texts)
-    ]
+CUTS = []
 
 
-LONGEST = cuts((30.0, "few"))
-MOST_AUDIO = cuts((9.0, "some"), (8.0, "text"), (8.5, ""), (9.0, "is"), (9.0, "here"))
-MOST_CHARACTERS = cuts((2.0, "w" * 40), (2.0, ""), (2.0, ""))
-MOST_TOKENS = cuts((1.0, "x y z x y z"), (1.0, "x"), (1.0, None))
-PLAN = [cuts((1.0, "a b")), MOST_TOKENS, LONGEST, cuts((2.0, "a")), MOST_AUDIO, MOST_CHARACTERS]
+def batch_of(*durations_and_texts):
+    first = len(CUTS)
+    for duration, text in durations_and_texts:
+        CUTS.append(SimpleNamespace(duration=duration, supervisions=[SimpleNamespace(text=text)]))
+    return list(range(first, len(CUTS)))
+
+
+LONGEST = batch_of((30.0, "few"))
+MOST_AUDIO = batch_of((9.0, "some"), (8.0, "text"), (8.5, ""), (9.0, "is"), (9.0, "here"))
+MOST_CHARACTERS = batch_of((2.0, "w" * 40), (2.0, ""), (2.0, ""))
+MOST_TOKENS = batch_of((1.0, "x y z x y z"), (1.0, "x"), (1.0, None))
+PLAN = [batch_of((1.0, "a b")), MOST_TOKENS, LONGEST, batch_of((2.0, "a")), MOST_AUDIO, MOST_CHARACTERS]
 
 
 class Planned:
@@ -30,12 +33,14 @@ class Planned:
         self.tiny = tiny
         self.loaded = []
 
-    def batches(self, epoch):
+        self.cuts = PackedCuts(CUTS)
+
+    def plan(self, epoch):
         return PLAN if epoch == 3 else []
 
     def load(self, batch, epoch):
         self.loaded.append(batch)
-        return self.tiny.batch([cut.id for cut in batch], frames=40 + len(batch))
+        return self.tiny.batch([str(index) for index in batch], frames=40 + len(batch))
 
 
 def encode(text):
@@ -43,8 +48,9 @@ def encode(text):
 
 
 def test_what_is_longest_has_most_audio_or_most_tokens():
-    assert largest_batches(PLAN, encode) == [LONGEST, MOST_AUDIO, MOST_TOKENS]
-    assert largest_batches([LONGEST], encode) == [LONGEST]
+    cuts = PackedCuts(CUTS)
+    assert largest_batches(PLAN, cuts, encode) == [LONGEST, MOST_AUDIO, MOST_TOKENS]
+    assert largest_batches([LONGEST], cuts, encode) == [LONGEST]
 
 
 @pytest.mark.parametrize("mode", ["fp32", "amp_fp16", "amp_bf16", "bf16"])
@@ -87,7 +93,9 @@ def test_too_little_memory_is_told_with_what_to_lower(tiny, at, device):
         model.head.output.bias.register_hook(exhaust)
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError) as caught:
-        scan_memory(model, optimizer, Planned(tiny), 3, encode, precision, DataSettings(max_duration=100.0))
+        scan_memory(
+            model, optimizer, Planned(tiny), 3, encode, precision, DataSettings(max_duration=100.0, max_utterance=30.0)
+        )
     told = str(caught.value)
     assert "precision=fp32 with a batch of 1 utterance of up to 30.0 s (data.max_duration=100)" in told
     assert "data.max_utterance below 30" in told and "precision=amp_bf16" in told

@@ -8,7 +8,11 @@ MIN_BINS = 7
 
 
 def check_options(
-    input_dim: int, per_stack: Mapping[str, Sequence[int]], single: Mapping[str, int], dropouts: Mapping[str, float]
+    input_dim: int,
+    per_stack: Mapping[str, Sequence[int]],
+    single: Mapping[str, int],
+    dropouts: Mapping[str, float],
+    subsampling_channels: Sequence[int],
 ) -> None:
     """Raise ValueError that names each option in fault and says what to give."""
     if input_dim < MIN_BINS:
@@ -17,6 +21,8 @@ def check_options(
     if single["position_dim"] % 2:
         faults.append(f"position_dim={single['position_dim']}: must be even, for pairs of sine and cosine")
     faults += [f"{name}={p}: must lie in [0, 1)" for name, p in dropouts.items() if not 0.0 <= p < 1.0]
+    if not (_are_sizes(subsampling_channels) and len(subsampling_channels) == 3):
+        faults.append(f"subsampling_channels={subsampling_channels}: three whole numbers above 0 are needed")
     faults += _stack_faults(per_stack)
     if faults:
         raise ValueError("; ".join(f"encoder.{fault}" for fault in faults))
@@ -26,7 +32,7 @@ def _stack_faults(per_stack: Mapping[str, Sequence[int]]) -> list[str]:
     wrong = [
         f"{name}={values}: a list of whole numbers above 0 is needed, one for each stack"
         for name, values in per_stack.items()
-        if not (isinstance(values, Sequence) and values and all(_is_size(value) for value in values))
+        if not _are_sizes(values)
     ]
     if wrong:
         return wrong
@@ -47,6 +53,10 @@ def _stack_faults(per_stack: Mapping[str, Sequence[int]]) -> list[str]:
     if any(kept > dim for kept, dim in zip(unmasked_dims, dims, strict=True)):
         wrong.append(f"unmasked_dims={list(unmasked_dims)}: must not exceed dims={list(dims)}")
     return wrong
+
+
+def _are_sizes(values: object) -> bool:
+    return isinstance(values, Sequence) and len(values) > 0 and all(_is_size(value) for value in values)
 
 
 def _is_size(value: object) -> bool:

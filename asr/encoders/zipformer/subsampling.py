@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.grad import conv2d_input
 
 from asr.encoders.zipformer.activation import swoosh_l, swoosh_r
 from asr.encoders.zipformer.balancer import Balancer
@@ -15,7 +18,6 @@ from asr.encoders.zipformer.whiten import Whiten
 from asr.layers.masks import length_mask, zero_padding
 from asr.layers.schedule import PiecewiseLinear, Schedulable
 
-CHANNELS = (8, 32, 128)
 # The least input that leaves a frame.
 MIN_FRAMES = 9
 
@@ -25,14 +27,16 @@ class ConvNeXtSubsampling(nn.Module):
 
     Images are laid out (B, T, F, C) in memory.
 
-    input_dim: mel bins F, at least 7. output_dim: width D. dropout: of the output's channels.
-    mask_padding: see `Zipformer`.
+    input_dim: mel bins F, at least 7. output_dim: width D. channels: of the three convolutions.
+    dropout: of the output's channels. mask_padding: see `Zipformer`.
     """
 
-    def __init__(self, input_dim: int, output_dim: int, dropout: Schedulable, mask_padding: bool = True):
+    def __init__(
+        self, input_dim: int, output_dim: int, channels: Sequence[int], dropout: Schedulable, mask_padding: bool = True
+    ):
         super().__init__()
         self.mask_padding = mask_padding
-        first, second, third = CHANNELS
+        first, second, third = channels
         self.conv1 = nn.Conv2d(1, first, 3, padding=(0, 1))
         self.balance1 = Balancer(max_abs=1.0)
         self.conv2 = nn.Conv2d(first, second, 3, stride=2)
@@ -96,7 +100,36 @@ class ConvNeXt(nn.Module):
 
 def _convolve(images_BTFC: Tensor, convolution: nn.Conv2d) -> Tensor:
     """The convolution of images that lie channels-last in memory, as its result does."""
-    return convolution(images_BTFC.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+    images = images_BTFC.permute(0, 3, 1, 2)
+    exact_on_cpu = (
+        images.device.type == "cpu" and images.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    )
+    if exact_on_cpu and convolution.in_channels > convolution.groups == 1:
+        images = _Convolve.apply(images, convolution.weight, convolution.bias, convolution.stride)
+    else:
+        images = convolution(images)
+    return images.permute(0, 2, 3, 1)
+
+
+class _Convolve(torch.autograd.Function):
+    """A convolution without padding. Its weight gradient is a matrix product, in a third of the time oneDNN needs."""
+
+    @staticmethod
+    def forward(ctx, images_BCTF: Tensor, weight: Tensor, bias: Tensor, stride: tuple[int, int]) -> Tensor:
+        ctx.save_for_backward(images_BCTF, weight)
+        ctx.stride = stride
+        return F.conv2d(images_BCTF, weight, bias, stride)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        images, weight = ctx.saved_tensors
+        grad_images = conv2d_input(images.shape, weight, grad, ctx.stride)
+        num_out, num_in, height, width = weight.shape
+        windows = images.unfold(2, height, ctx.stride[0]).unfold(3, width, ctx.stride[1])
+        windows = windows.permute(0, 2, 3, 4, 5, 1).reshape(-1, height * width * num_in)
+        grad_rows = grad.permute(0, 2, 3, 1).flatten(0, 2)
+        grad_weight = (grad_rows.t() @ windows).view(num_out, height, width, num_in).permute(0, 3, 1, 2)
+        return grad_images, grad_weight, grad_rows.sum(0), None
 
 
 def _valid(lens_B: Tensor, images_BTFC: Tensor) -> Tensor:

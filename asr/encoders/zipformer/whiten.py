@@ -29,7 +29,8 @@ class Whiten(Scheduled):
         self.limit = PiecewiseLinear((0.0, limit), (20000.0, final_limit))
         self.strength = strength
         self.num_groups = num_groups
-        self.register_buffer("above", torch.tensor(True))
+        # A number, so that the ranks of a run can agree on it.
+        self.register_buffer("above", torch.tensor(1.0))
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         """The input (..., C) itself. mask: over leading axes of x; True marks the valid ones."""
@@ -53,7 +54,7 @@ class _Whiten(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, mask = ctx.saved_tensors
         whiten = ctx.whiten
-        if ctx.always or whiten.above:
+        if ctx.always or whiten.above > 0:
             with torch.autocast(grad.device.type, enabled=False):
                 grad = _whitening(x, grad, mask, whiten)
         return grad, None, None, None
@@ -69,7 +70,7 @@ def _whitening(x: Tensor, grad: Tensor, mask: Tensor, whiten: Whiten) -> Tensor:
     mean_eigenvalue = covariance.diagonal(dim1=1, dim2=2).mean()
     mean_squared = covariance.square().sum() / exact.size(1)
     whiten.above.copy_(mean_squared >= whiten.now(whiten.limit) * (mean_eigenvalue.square() + 1e-20))
-    if not whiten.above:
+    if not whiten.above > 0:
         return grad
     # Up to a factor, which the norms take away again, the gradient of mean_squared / mean_eigenvalue ** 2.
     towards_white = covariance - (mean_squared / mean_eigenvalue) * torch.eye(covariance.size(1), device=x.device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -33,6 +35,7 @@ class Zipformer(nn.Module):
         the frames (odd) of the convolutions at the stack's own rate, its frames for one of the front end's.
     query_head_dim, value_head_dim, position_head_dim, position_dim: see `AttentionWeights` and `SelfAttention`.
     output_downsampling: frames of the front end for one output frame.
+    subsampling_channels: of the front end's three convolutions; much of the time on a CPU goes to the last.
     mask_padding: false lets utterances see the padding behind them, in the front end and where frames are averaged. As
         icefall does: it reproduces that system's numbers in a batch, and needs finite padding.
     initial_dropout, dropout: of the feed-forward modules' and the front end's channels, at first and from batch 20000.
@@ -55,6 +58,7 @@ class Zipformer(nn.Module):
         position_head_dim: int = 4,
         position_dim: int = 48,
         output_downsampling: int = 2,
+        subsampling_channels: Sequence[int] = (8, 32, 128),
         initial_dropout: float = 0.3,
         dropout: float = 0.1,
         mask_padding: bool = True,
@@ -80,13 +84,14 @@ class Zipformer(nn.Module):
             per_stack,
             {**head, "output_downsampling": output_downsampling},
             {"initial_dropout": initial_dropout, "dropout": dropout},
+            subsampling_channels,
         )
         self.dims = list(dims)
         self.unmasked_dims = list(unmasked_dims)
         self.output_dim = max(dims)
         self.mask_channels = Skip(CHANNEL_MASK_PROBABILITY)
         falling = PiecewiseLinear((0.0, initial_dropout), (DROPOUT_BATCHES, dropout))
-        self.subsampling = ConvNeXtSubsampling(input_dim, dims[0], falling, mask_padding)
+        self.subsampling = ConvNeXtSubsampling(input_dim, dims[0], subsampling_channels, falling, mask_padding)
         self.stacks = nn.ModuleList()
         for index, factor in enumerate(downsampling):
             layers = [
