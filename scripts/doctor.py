@@ -2,11 +2,16 @@
 
 python scripts/doctor.py precision +experiment=NAME [key=value ...] [run_dir=RUN_DIR] [num_batches=N] [out=FOLDER]
 python scripts/doctor.py precision run_dir=RUN_DIR [key=value ...]
+python scripts/doctor.py init +experiment=NAME [key=value ...] [modes=null,xavier_uniform,...] [out=FOLDER]
 
 precision: how large activations, attention scores and gradients become on real training batches; what overflows first
 in fp16, what bf16 weights would lose, and the keys that help. With run_dir on that run's newest weights, by its own
 settings unless an experiment is named. Prints the verdict and a table; they, all figures in JSON and a picture go to
 `out` (RUN_DIR/doctor, else runs/doctor).
+
+init: of every layer the fan-in, how wide its weights are beside what each init_mode would make of them, and how signals
+and gradients get through the depth of the model on a real training batch; then the settings' own initialisation and
+`modes` (null, xavier_uniform and kaiming_uniform unless given) side by side. With init_from, of what is not loaded.
 """
 
 from __future__ import annotations
@@ -67,10 +72,7 @@ def examine_precision(overrides: list[str]) -> None:
     else:
         build.fit_feature_norm(model, settings, train_cuts)
     model.to(device)
-    loader = build.build_train_data(settings, splits, tokenizer, model, world, device.type == "cuda").train
-    batches = list(islice((batch for batch in loader.epoch(1) if len(batch)), int(own["num_batches"] or 0)))
-    if not batches:
-        raise ValueError("not one training batch could be read")
+    batches = real_batches(settings, splits, tokenizer, model, world, int(own["num_batches"] or 0))
 
     plain = settings_of([*overrides, "precision=fp32"], saved.checkpoint["config"] if saved else None)
     lost = lost_updates(model, batches[0], build.build_optimizer(plain, model), device)
@@ -81,6 +83,60 @@ def examine_precision(overrides: list[str]) -> None:
     folder = Path(own["out"]) if own["out"] else (run_dir or Path("runs")) / "doctor"
     print(write_report(folder, f"precision-{mode}", lines, readings, lost))
     print(f"{folder}/precision-{mode}.md, .json, .png")
+
+
+def examine_initialisation(overrides: list[str]) -> None:
+    """Look at the model as it would start to train, under several modes; print the tables, leave a report."""
+    import dataclasses
+
+    import torch
+
+    from asr import build
+    from asr.config import InitMode
+    from asr.layers.init import NONE, mode_named
+    from asr.training.distributed import connect
+    from asr.training.init_doctor import InitReading, examine_init
+    from asr.training.init_doctor_report import write_init_report
+
+    overrides, own = taken_out(overrides, {"modes": "null,xavier_uniform,kaiming_uniform", "out": "runs/doctor"})
+    modes = [mode_named(mode.strip()) for mode in str(own["modes"]).strip("[]").split(",")]
+    settings = settings_of(overrides, None)
+    world, device = connect(settings.device)
+    source = build.load_source(settings)
+    splits = build.prepare_data(settings, world)
+    train_cuts = build.Manifest(splits["train"])
+    tokenizer = build.build_tokenizer(settings, train_cuts)
+    batches: list[Any] = []
+
+    def reading_of(settings: Any) -> InitReading:
+        torch.manual_seed(settings.seed)
+        model = build.build_model(settings, tokenizer)
+        if source:
+            build.start_from(source, model, settings, tokenizer, None)
+        build.fit_feature_norm(model, settings, train_cuts)
+        if not batches:
+            batches.extend(real_batches(settings, splits, tokenizer, model, world, 1))
+        return examine_init(model.to(device), batches[0], device)
+
+    own_mode = settings.init_mode.value if settings.init_mode else "null"
+    readings = {f"{own_mode} (the settings)": reading_of(settings)}
+    for mode in modes:
+        chosen = None if mode == NONE else InitMode(mode)
+        readings[mode if chosen else "null"] = reading_of(dataclasses.replace(settings, init_mode=chosen, init={}))
+    folder = Path(str(own["out"]))
+    print(write_init_report(folder, readings))
+    print(f"{folder}/init.md, .json, .png")
+
+
+def real_batches(settings: Any, splits: Any, tokenizer: Any, model: Any, world: Any, count: int) -> list[Any]:
+    """The first training batches that hold an utterance. Raises ValueError where there is none."""
+    from asr import build
+
+    loader = build.build_train_data(settings, splits, tokenizer, model, world, gpu=False).train
+    batches = list(islice((batch for batch in loader.epoch(1) if len(batch)), count))
+    if not batches:
+        raise ValueError("not one training batch could be read")
+    return batches
 
 
 def settings_of(overrides: list[str], saved: dict[str, Any] | None) -> Any:
@@ -103,7 +159,7 @@ def taken_out(words: list[str], own: dict[str, str | None]) -> tuple[list[str], 
     return [word for word, (key, _, _) in zip(words, pairs, strict=True) if key not in own], own | found
 
 
-COMMANDS = {"precision": examine_precision}
+COMMANDS = {"precision": examine_precision, "init": examine_initialisation}
 
 if __name__ == "__main__":
     main()

@@ -21,6 +21,7 @@ NEEDED = {
     "head=transducer": ["search=greedy_search"],
     "search=greedy_search": ["head=transducer"],
     "search=modified_beam_search": ["head=transducer"],
+    "experiment=transfer_quartznet": ["init_from.run_dir=runs/other"],
     "tokenizer=saved": ["tokenizer.folder=runs/other"],
     "head=attention": ["search=attention"],
     "search=attention": ["head=ctc_attention"],
@@ -63,7 +64,8 @@ def test_every_choice_of_every_group_composes_and_passes_the_check(choice):
 @pytest.mark.parametrize("experiment", choices("experiment"))
 @pytest.mark.parametrize("debug", choices("debug"))
 def test_debug_settings_go_with_every_experiment(experiment, debug):
-    check(compose_train(f"+experiment={experiment}", f"+debug={debug}"))
+    needed = NEEDED.get(f"experiment={experiment}", [])
+    check(compose_train(f"+experiment={experiment}", f"+debug={debug}", *needed))
 
 
 @pytest.mark.parametrize("name", [f"{group}/{name}" for group in ADDED for name in choices(group)])

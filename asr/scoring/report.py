@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -42,12 +43,15 @@ class Group:
 def make_report(runs: list[Run], by: str | None = None, loss: bool = False) -> str:
     """The report of `runs` in Markdown: both tables, the comparison of two runs, and notes on what is missing.
 
-    by: dotted config key that leads the rows; runs that differ by seed alone share a row as mean and spread.
+    by: dotted config key that leads the rows; runs that differ by seed alone share a row as mean and spread. A table of
+        losses pools all runs of one value.
     loss: adds the mean training loss of epochs 1 and 2.
     Raises ValueError for a key that no run's config holds, naming near ones.
     """
     groups = group_runs(runs, by)
     sections = [training_table(groups, loss), model_table(groups)]
+    if by is not None:
+        sections.append(loss_table(runs, by))
     if len(runs) == 2:
         sections.append(compare_runs(*runs))
     sections.append(notes(runs))
@@ -106,6 +110,28 @@ def model_table(groups: list[Group]) -> str:
         for setting in group.settings():
             rows.append([label, *_rate_cells(group, sets, setting), str(setting or "")])
     return _table(["model", *(header or ["WER"]), "comment"], rows)
+
+
+def loss_table(runs: list[Run], by: str) -> str:
+    """Losses of epochs 1 and 2 of all runs with one value of the key `by`, whatever else they differ in."""
+    pooled: dict[tuple[str, str], list[Run]] = {}
+    for run in sorted((run for run in runs if run.config), key=lambda run: _sort_key(_value_at(run.config, by))):
+        pooled.setdefault((run.name, _show(_value_at(run.config, by))), []).append(run)
+    columns = [(record, epoch) for record in ("train_loss", "valid") for epoch in (1, 2)]
+    header = [by, "runs", *(f"{'dev' if record == 'valid' else 'train'} loss, epoch {n}" for record, n in columns)]
+    several = len({name for name, _ in pooled}) > 1
+    rows = [
+        [
+            f"{name}, {value}" if several else value,
+            str(len(members)),
+            *(_pooled_cell(_losses(members, record, epoch), len(members)) for record, epoch in columns),
+        ]
+        for (name, value), members in pooled.items()
+    ]
+    caption = (
+        "Mean loss of an utterance ± standard deviation over runs, and the 95% interval of the mean (Student's t)."
+    )
+    return f"{_table(header, rows)}\n\n{caption} The loss on dev is that after the epoch."
 
 
 def compare_runs(a: Run, b: Run) -> str:
@@ -212,13 +238,36 @@ def _rate_cell(results: list[dict[str, Any]], num_runs: int) -> str:
 
 
 def _loss_cell(group: Group, epoch: int) -> str:
-    losses = [
-        entry["loss"]
-        for run in group.runs
-        for entry in run.training.get("train_loss", [])
-        if entry.get("epoch") == epoch and entry.get("loss") is not None
-    ]
+    losses = _losses(group.runs, "train_loss", epoch)
     return _spread(losses, "{:.4f}".format) if losses else "n/a"
+
+
+def _losses(runs: list[Run], record: str, epoch: int) -> list[float]:
+    """The loss of an epoch, of each run that has one; where it was taken several times, the last."""
+    found = [
+        [entry["loss"] for entry in run.training.get(record, []) if entry.get("epoch") == epoch and _known(entry)]
+        for run in runs
+    ]
+    return [losses[-1] for losses in found if losses]
+
+
+def _known(entry: dict[str, Any]) -> bool:
+    return entry.get("loss") is not None and math.isfinite(entry["loss"])
+
+
+def _pooled_cell(losses: list[float], num_runs: int) -> str:
+    missing = f" (n={len(losses)})" if len(losses) < num_runs else ""
+    if len(losses) < 2:
+        return f"{losses[0]:.2f}{missing}" if losses else "n/a"
+    mean, deviation = statistics.fmean(losses), statistics.stdev(losses)
+    half = _student_t(len(losses) - 1) * deviation / math.sqrt(len(losses))
+    return f"{mean:.2f} ± {deviation:.2f} [{mean - half:.2f}, {mean + half:.2f}]{missing}"
+
+
+def _student_t(freedom: int) -> float:
+    """The 97.5% quantile of Student's t, to three digits."""
+    exact = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+    return exact[freedom - 1] if freedom <= len(exact) else 1.96 + 2.372 / freedom + 2.822 / freedom**2
 
 
 def _spread(values: list[float], form: Callable[[float], str]) -> str:

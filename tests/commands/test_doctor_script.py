@@ -55,3 +55,23 @@ def test_a_step_that_fails_names_the_module_that_failed_first(tmp_path, digits):
     run = tmp_path / "stopped"
     done = command("train.py", *MODEL, *digits, *huge[:2], "trainer.max_skipped=2", f"run_dir={run}", cwd=tmp_path)
     assert done.returncode == 1 and f"The first number that was not finite: {told[0]['text']}" in done.stderr
+
+
+def test_initialisations_are_compared_before_training(tmp_path, digits, trained):
+    words = ["encoder.output_dim=16", "init_mode=xavier_uniform", "modes=null,tds_normal"]
+    done = command("scripts/doctor.py", "init", *MODEL, *digits, *words, "out=found", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "| xavier_uniform (the settings) |" in done.stdout and "| tds_normal |" in done.stdout
+    assert "| head.output | Linear | 16 |" in done.stdout
+    found = read_json(tmp_path / "found" / "init.json")
+    stds = {mode: {layer["name"]: layer["std"] for layer in reading["layers"]} for mode, reading in found.items()}
+    ratio = stds["tds_normal"]["encoder.subsampling.conv2"] / stds["null"]["encoder.subsampling.conv2"]
+    assert 3.0 < ratio < 4.0, "2 sqrt(3), as the table of asr.layers.init says"
+    words = ["tokenizer=char", f"init_from.run_dir={trained}", "init_from.exclude=[head]", "modes=null"]
+    done = command("scripts/doctor.py", "init", *MODEL, *digits, *words, "out=started", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = read_json(tmp_path / "started" / "init.json")
+    first = [reading["layers"][0]["std"] for reading in found.values()]
+    assert len(first) == 2 and first[0] == first[1], "what was loaded is the same under every mode"
+    done = command("scripts/doctor.py", "init", *MODEL, *digits, "modes=xaver", cwd=tmp_path)
+    assert done.returncode == 1 and "init_mode 'xaver' is none of null" in done.stderr

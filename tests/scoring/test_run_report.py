@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from asr.scoring.files import write_results
-from asr.scoring.report import make_report
+from asr.scoring.report import _student_t, make_report
 from asr.scoring.runs import find_runs
 from asr.scoring.wer import Utterance
 
@@ -106,7 +106,7 @@ def test_seeds_become_mean_and_spread(tmp_path):
             train_loss=loss,
         )
     make_run(tmp_path / "sweep" / "fp32-1", {"seed": 1, "precision": "fp32"}, {f"test-{GREEDY}": 9})
-    first, _ = tables(make_report(find_runs([tmp_path / "sweep"]), by="precision", loss=True))
+    first, *_ = tables(make_report(find_runs([tmp_path / "sweep"]), by="precision", loss=True))
     assert [row[0] for row in first[1:]] == ["demo, precision=bf16 (3 runs)", "demo, precision=fp32"]
     assert first[1][1] == f"13.00 ± {math.sqrt(13):.2f} (n=3)"
     assert first[1][2] == "3 MiB"
@@ -119,7 +119,7 @@ def test_only_the_seed_is_averaged_over(tmp_path):
     for number, (precision, lr) in enumerate([("bf16", 1), ("bf16", 2), ("fp32", 1), ("fp32", 2)]):
         config = {"precision": precision, "optim": {"lr": lr}}
         make_run(tmp_path / str(number), config, {f"test-{GREEDY}": number})
-    first, _ = tables(make_report(find_runs([tmp_path]), by="precision"))
+    first, *_ = tables(make_report(find_runs([tmp_path]), by="precision"))
     assert [row[0] for row in first[1:]] == [
         f"demo, precision={precision}, optim.lr={lr}" for precision in ("bf16", "fp32") for lr in (1, 2)
     ]
@@ -129,9 +129,9 @@ def test_numbers_are_ordered_by_size_and_components_by_their_class(tmp_path):
     for value in (10, 9, 100):
         make_run(tmp_path / f"beam{value}", {"beam": value, "encoder": {"_target_": "asr.encoders.a.Conformer"}})
     runs = find_runs([tmp_path])
-    first, _ = tables(make_report(runs, by="beam"))
+    first, *_ = tables(make_report(runs, by="beam"))
     assert [row[0] for row in first[1:]] == [f"demo, beam={value}" for value in (9, 10, 100)]
-    first, _ = tables(make_report(runs, by="encoder"))
+    first, *_ = tables(make_report(runs, by="encoder"))
     assert all(row[0].startswith("demo, encoder=Conformer") for row in first[1:])
 
 
@@ -153,7 +153,7 @@ def test_failed_and_undecoded_runs_are_listed(tmp_path):
 def test_failed_seeds_are_counted_in_their_row(tmp_path):
     make_run(tmp_path / "0", {"seed": 1, "lr": 1}, {f"test-{GREEDY}": 10})
     make_run(tmp_path / "1", {"seed": 2, "lr": 1}, status="failed")
-    first, _ = tables(make_report(find_runs([tmp_path]), by="lr"))
+    first, *_ = tables(make_report(find_runs([tmp_path]), by="lr"))
     assert first[1][0] == "demo, lr=1 (2 runs, 1 failed, 1 without decode results)"
     assert first[1][1].startswith("10.00 [") and first[1][1].endswith("(n=1)")
 
@@ -234,16 +234,44 @@ def test_unknown_keys_name_near_ones(tmp_path):
 
 def test_a_key_without_value_is_a_key(tmp_path):
     make_run(tmp_path / "r", {"init_mode": None})
-    first, _ = tables(make_report(find_runs([tmp_path]), by="init_mode"))
+    first, *_ = tables(make_report(find_runs([tmp_path]), by="init_mode"))
     assert first[1][0] == "demo, init_mode=null"
 
 
 def test_a_key_that_repeats_the_leading_one_is_not_shown(tmp_path):
     for mode, layers in ((None, 1), ("paper", 2)):
         make_run(tmp_path / f"{mode}", {"init_mode": mode, "init": {"head": mode}, "head": {"num_layers": layers}})
-    first, _ = tables(make_report(find_runs([tmp_path]), by="init_mode"))
+    first, *_ = tables(make_report(find_runs([tmp_path]), by="init_mode"))
     labels = {row[0] for row in first[1:]}
     assert labels == {"demo, init_mode=null, head.num_layers=1", "demo, init_mode=paper, head.num_layers=2"}
+
+
+def test_losses_are_pooled_over_all_that_differs_beside_the_key(tmp_path):
+    for mode, shift in ((None, 0.0), ("xavier_uniform", 10.0)):
+        for layers in (1, 2):
+            for seed in (1, 2):
+                first = 20.0 + shift + layers + 4 * seed
+                losses = [{"epoch": epoch, "loss": first / epoch} for epoch in (1, 2)]
+                valid = [{"epoch": 1, "step": 5, "loss": 99.0}, {"epoch": 1, "step": 9, "loss": first - 1}]
+                config = {"init_mode": mode, "head": {"num_layers": layers}, "seed": seed}
+                make_run(tmp_path / f"{mode}-{layers}-{seed}", config, train_loss=losses, valid=valid)
+    failed = {"train_loss": [{"epoch": 1, "loss": math.nan}], "valid": []}
+    make_run(tmp_path / "failed", {"init_mode": "xavier_uniform", "head": {"num_layers": 3}}, status="failed", **failed)
+    report = make_report(find_runs([tmp_path]), by="init_mode")
+    table = tables(report)[2]
+    assert table[0][:3] == ["init_mode", "runs", "train loss, epoch 1"]
+    assert table[0][3:] == ["train loss, epoch 2", "dev loss, epoch 1", "dev loss, epoch 2"]
+    # 25, 26, 29, 30: mean 27.5, standard deviation sqrt(17 / 3), and t of 3 degrees of freedom 3.182
+    half = 3.182 * math.sqrt(17 / 3) / 2
+    xavier, null = table[1], table[2]
+    assert null[:3] == ["null", "4", f"27.50 ± 2.38 [{27.5 - half:.2f}, {27.5 + half:.2f}]"]
+    assert null[3].startswith("13.75 ± 1.19 [") and null[4].startswith("26.50 ± 2.38 [") and null[5] == "n/a"
+    assert xavier[:2] == ["xavier_uniform", "5"] and xavier[2].endswith("] (n=4)")
+
+
+@pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.706), (9, 2.262), (10, 2.228), (15, 2.131), (30, 2.042)])
+def test_quantiles_are_those_of_the_tables(freedom, quantile):
+    assert _student_t(freedom) == pytest.approx(quantile, abs=3e-3)
 
 
 def test_order_follows_the_arguments(tmp_path):
