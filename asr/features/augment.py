@@ -22,6 +22,8 @@ class SpecAugment(nn.Module):
     num_freq_masks, max_freq_mask_width: so many masks of 0 to so many mel bins.
     time_warp_factor: a random frame moves by up to so many frames, and the frames on both sides are stretched or
         squeezed by linear interpolation; at most a quarter of the utterance. 0 turns warping off.
+    num_time_substitutions, max_time_substitution_width: so many spans of 1 to so many frames are replaced by frames
+        that lie a random time before them (U2++, Wu et al., 2021).
     probability: share of the utterances that are augmented.
     fill: value of masked features; 0 is the mean of normalised features.
 
@@ -41,6 +43,8 @@ class SpecAugment(nn.Module):
         time_warp_factor: int = 20,
         probability: float = 0.9,
         fill: float = 0.0,
+        num_time_substitutions: int = 0,
+        max_time_substitution_width: int = 30,
     ) -> None:
         super().__init__()
         counts = {
@@ -49,6 +53,8 @@ class SpecAugment(nn.Module):
             "num_freq_masks": num_freq_masks,
             "max_freq_mask_width": max_freq_mask_width,
             "time_warp_factor": time_warp_factor,
+            "num_time_substitutions": num_time_substitutions,
+            "max_time_substitution_width": max_time_substitution_width,
         }
         for name, value in counts.items():
             if value < 0:
@@ -64,6 +70,8 @@ class SpecAugment(nn.Module):
         self.time_warp_factor = time_warp_factor
         self.probability = probability
         self.fill = fill
+        self.num_time_substitutions = num_time_substitutions
+        self.max_time_substitution_width = max_time_substitution_width
 
     @torch.no_grad()
     def forward(self, features_BTF: Tensor, lens_B: Tensor, num_views: int = 1) -> Tensor:
@@ -81,6 +89,8 @@ class SpecAugment(nn.Module):
         if num_views > 1:
             features_BTF = features_BTF.repeat(num_views, 1, 1)
             lens, chosen = lens.repeat(num_views), chosen.repeat(num_views)
+        if self.num_time_substitutions:
+            features_BTF = self._substitute(features_BTF, torch.where(chosen, lens, 0))
         return self._mask(features_BTF, lens, chosen)
 
     def _mask(self, features_BTF: Tensor, lens: Tensor, chosen: Tensor) -> Tensor:
@@ -106,6 +116,17 @@ class SpecAugment(nn.Module):
         weight = (source - before).to(features_BTF.dtype)[..., None]
         rows = torch.arange(len(lens), device=lens.device)[:, None]
         return torch.lerp(features_BTF[rows, before], features_BTF[rows, after], weight)
+
+    def _substitute(self, features_BTF: Tensor, lens: Tensor) -> Tensor:
+        starts = uniform_integer(lens[:, None].expand(-1, self.num_time_substitutions))
+        widths = 1 + uniform_integer(torch.full_like(starts, self.max_time_substitution_width))
+        back = uniform_integer(starts + 1)
+        frame = torch.arange(features_BTF.shape[1], device=lens.device).expand(len(lens), -1)
+        source = frame
+        for start, width, by in zip(starts.T[..., None], widths.T[..., None], back.T[..., None], strict=True):
+            within = (frame >= start) & (frame < torch.minimum(start + width, lens[:, None]))
+            source = torch.where(within, frame - by, source)
+        return features_BTF[torch.arange(len(lens), device=lens.device)[:, None], source]
 
     def _draw_time_masks(self, lens: Tensor) -> tuple[Tensor, Tensor]:
         """Starts and widths, each (B, num_time_masks)."""

@@ -39,6 +39,22 @@ def test_time_masks_are_spread_bounded_and_outside_the_padding():
     assert len(starts) > 500 and lengths.float().std() > 5
 
 
+def test_time_substitutions_are_earlier_frames_and_stay_within_the_utterance():
+    torch.manual_seed(0)
+    options = {"num_time_substitutions": 3, "max_time_substitution_width": 30}
+    lens = torch.full((200,), 90)
+    frames = torch.arange(120.0)[None, :, None].expand(200, -1, 2)
+    seen = SpecAugment(**(OFF | options))(frames, lens)[..., 0]
+    moved = frames[..., 0] - seen
+    assert not moved[:, 90:].any() and (moved >= 0).all() and (seen >= 0).all()
+    assert moved.max() > 60 and 10 < (moved > 0).sum(dim=1).float().mean() < 45
+    assert (moved > 0).sum(dim=1).max() <= 90
+    alone = SpecAugment(**(OFF | options | {"num_time_substitutions": 1}))(frames, lens)[..., 0]
+    spans = [len(set(row[row > 0].tolist())) for row in frames[..., 0] - alone]
+    assert max(spans) == 1, "a span moves as one"
+    assert SpecAugment(**(OFF | options))(frames[:1], torch.tensor([0])).equal(frames[:1])
+
+
 def test_frequency_masks_are_spread_and_cover_the_valid_frames():
     torch.manual_seed(0)
     augment = SpecAugment(**(OFF | {"num_freq_masks": 2, "max_freq_mask_width": 27}))
@@ -50,7 +66,10 @@ def test_frequency_masks_are_spread_and_cover_the_valid_frames():
     assert per_bin[10:70].min() > 0.1 and per_bin.max() < 0.6
 
 
-@pytest.mark.parametrize("settings", [ICEFALL, {}, {"max_time_mask_fraction": 1.0, "max_freq_mask_width": 500}])
+@pytest.mark.parametrize(
+    "settings",
+    [ICEFALL, {}, {"num_time_substitutions": 3}, {"max_time_mask_fraction": 1.0, "max_freq_mask_width": 500}],
+)
 def test_any_length_survives(settings):
     torch.manual_seed(0)
     augment = SpecAugment(**settings)

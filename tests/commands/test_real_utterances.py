@@ -1,14 +1,16 @@
-"""The AISHELL recipe from its tree to rates of all searches, in every precision, on one real utterance."""
+"""Real utterances through their recipes, from the publisher's tree to error rates; AISHELL's by all of its searches."""
 
 import os
 import shutil
 from pathlib import Path
 
 import pytest
+import soundfile
 
 from tests.commands.tiny import MODEL, ROOT, command, decode, read_json
 
-UTTERANCE = Path(os.environ.get("ASR_SHARED", ROOT.parent / "shared")) / "data/single/aishell-BAC009S0724W0121.wav"
+SINGLE = Path(os.environ.get("ASR_SHARED", ROOT.parent / "shared")) / "data" / "single"
+UTTERANCE = SINGLE / "aishell-BAC009S0724W0121.wav"
 SMALL = [
     *(setting for setting in MODEL if not setting.startswith("tokenizer")),
     *(f"head.heads.attention.{key}" for key in ("num_layers=1", "num_heads=2", "feed_forward_dim=16")),
@@ -47,6 +49,29 @@ def test_the_experiment_runs_from_preparing_to_rates(precision, tmp_path, tree):
         decode(run, "--method", method, "search.beam=2" if "greedy" not in method else "epoch=1")
         found = read_json(run / "decode" / f"test-{method}-epoch-1-avg-1" / "result.json")
         assert (found["unit"], found["ref_characters"], found["num_utterances"]) == ("character", 12, 1)
+
+
+def test_a_librispeech_utterance_is_prepared_trained_on_and_decoded(tmp_path):
+    name, speaker, chapter = "1995-1837-0001", "1995", "1837"
+    if not (SINGLE / f"librispeech-{name}.wav").is_file():
+        pytest.skip(f"{SINGLE} is absent")
+    samples, rate = soundfile.read(SINGLE / f"librispeech-{name}.wav")
+    for part in ("train-clean-100", "dev-clean", "test-clean"):
+        folder = tmp_path / "LibriSpeech" / part / speaker / chapter
+        folder.mkdir(parents=True)
+        soundfile.write(folder / f"{name}.flac", samples, rate)
+        words = "IT WAS THE FIRST GREAT SORROW OF HIS LIFE IT WAS NOT SO MUCH THE LOSS OF THE COTTON ITSELF BUT THE "
+        words += "FANTASY THE HOPES THE DREAMS BUILT AROUND IT"
+        (folder / f"{speaker}-{chapter}.trans.txt").write_text(f"{name} {words}\n")
+    run = tmp_path / "run"
+    given = [f"data.corpus.corpus_dir={tmp_path / 'LibriSpeech'}", f"data.prepared_dir={tmp_path / 'prepared'}"]
+    model = [setting for setting in MODEL if not setting.startswith("tokenizer")]
+    done = command("train.py", "+experiment=librispeech_conformer_ctc", *model, *given, "tokenizer.vocab_size=auto",
+                   "trainer.max_epochs=1", f"run_dir={run}", cwd=tmp_path)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    decode(run)
+    found = read_json(run / "decode" / "test-clean-ctc_greedy_search-epoch-1-avg-1" / "result.json")
+    assert (found["unit"], found["ref_words"], found["num_utterances"]) == ("word", 30, 1)
 
 
 def test_the_failing_original_and_its_remedies_compose_with_the_stand_in_corpus(tmp_path):
