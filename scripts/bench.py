@@ -77,8 +77,8 @@ def prepared_device(arguments: argparse.Namespace) -> Any:
     """The device as train.py would set it up."""
     import torch
 
+    from asr.training.cpu import keep_freed_memory
     from asr.training.distributed import connect
-    from asr.training.memory import keep_freed_memory
 
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
