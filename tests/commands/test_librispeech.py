@@ -90,4 +90,4 @@ def test_a_folder_without_the_wanted_parts_is_told_with_where_to_get_them(tmp_pa
                    f"data.prepared_dir={tmp_path / 'prepared'}", cwd=tmp_path)  # fmt: skip
     assert done.returncode == 1
     assert "none of the parts ['train-clean-5'] for 'train'" in done.stderr
-    assert "lhotse download librispeech --mini" in done.stderr
+    assert "lhotse download librispeech" in done.stderr and "--mini" in done.stderr
