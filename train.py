@@ -85,6 +85,7 @@ def train(settings: TrainSettings, run_dir: Path, world: World, device: Any) -> 
     if found:
         build.check_resume(found[1], config, mode)
     source = None if found else build.load_source(settings)
+    build.check_sizes(settings)
     splits = build.prepare_data(settings, world)
     build.check_same_data(found[1] if found else None, settings)
     torch.manual_seed(settings.seed)

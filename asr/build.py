@@ -87,7 +87,13 @@ def _prepared_as(settings: TrainSettings) -> dict[str, Any]:
 
 
 def prepare_data(settings: TrainSettings, world: World) -> dict[str, Path]:
-    """Manifests of the checked cuts by split, prepared now unless they are there already."""
+    """Manifests of the checked cuts by split, prepared now unless they are there already.
+
+    Raises ValueError before anything is read where the noise that training will mix in is not there.
+    """
+    noise = settings.data.noise
+    if noise and not Path(noise).exists():
+        raise ValueError(f"data.noise={noise}: there is no such file or folder; data.noise=null trains without noise")
     folder = prepared_folder(settings)
     if world.is_main:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -128,6 +134,13 @@ def report_tokens(splits: dict[str, Path], tokenizer: Tokenizer, settings: Train
             if unknown > settings.data.max_unknown:
                 raise ValueError(f"{told} match it? More than data.max_unknown={settings.data.max_unknown} is refused")
             log.warning("%s match it?", told)
+
+
+def check_sizes(settings: TrainSettings) -> None:
+    """Raise what the encoder's constructor says of sizes that do not fit, at no cost in memory and before any data."""
+    num_mel_bins = make(settings.features["fbank"]).output_dim
+    with torch.device("meta"):
+        make(settings.encoder, input_dim=num_mel_bins)
 
 
 def build_model(settings: TrainSettings, tokenizer: Tokenizer) -> AsrModel:

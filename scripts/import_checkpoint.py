@@ -37,10 +37,19 @@ def main() -> None:
     reader = importlib.import_module(f"asr.interop.{system}") if system else None
     if reader:
         reader.add_arguments(parser)
+    else:
+        parser.epilog = "\n".join(map(options_of, SYSTEMS))
     arguments = parser.parse_args()
     assert reader
     with report_errors():
         convert(reader, arguments)
+
+
+def options_of(system: str) -> str:
+    """Help on a system's own options."""
+    own = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS)
+    importlib.import_module(f"asr.interop.{system}").add_arguments(own.add_argument_group(f"with --from {system}"))
+    return own.format_help().strip("\n")
 
 
 def convert(reader: Any, arguments: argparse.Namespace) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -25,6 +26,9 @@ class TextEncoder(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
+
+# Log-mel features of nothing, as Lhotse and icefall pad: models that see their padding were trained to hear it as this.
+SILENCE = math.log(1e-10)
 
 # A change of a cut's audio: (cut, generator of this cut and epoch) -> cut.
 CutAugment = Callable[[Cut, random.Random], Cut]
@@ -81,8 +85,8 @@ class SpeechDataset(torch.utils.data.Dataset):
                 skipped.append((cut.id, "its audio gives features that are not finite"))
         texts = [self.tokenizer.normaliser(_text(cut)) for cut, _ in read]
         tokens = [torch.tensor(self.tokenizer.encode(text), dtype=torch.int64) for text in texts]
-        features_BTF, feature_lens_B = _pad([f for _, f in read], (self.num_mel_bins,))
-        tokens_BU, token_lens_B = _pad(tokens, ())
+        features_BTF, feature_lens_B = _pad([f for _, f in read], (self.num_mel_bins,), SILENCE)
+        tokens_BU, token_lens_B = _pad(tokens, (), 0)
         return Batch(
             ids=[cut.id for cut, _ in read],
             features=features_BTF,
@@ -116,11 +120,12 @@ def _text(cut: Cut) -> str:
     return cut.supervisions[0].text or ""
 
 
-def _pad(items: list[Tensor], tail: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Items (L, *tail) of different lengths -> (B, max L, *tail) with zeros after them, and their lengths (B,)."""
+def _pad(items: list[Tensor], tail: tuple[int, ...], value: float) -> tuple[Tensor, Tensor]:
+    """Items (L, *tail) of different lengths -> (B, max L, *tail) with `value` after them, and their lengths (B,)."""
     lens = torch.tensor([len(item) for item in items], dtype=torch.int64)
     longest = int(lens.max()) if items else 0
-    padded = torch.zeros(len(items), longest, *tail, dtype=items[0].dtype if items else torch.float32)
+    dtype = items[0].dtype if items else torch.float32
+    padded = torch.full((len(items), longest, *tail), value, dtype=dtype)
     for row, item in zip(padded, items, strict=True):
         row[: len(item)] = item
     return padded, lens

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-MODES = ("global", "utterance", "per_feature", "none")
+MODES = ("global", "utterance", "per_feature", "none", "raw")
 _LEAST_STD = 0.1
 
 
@@ -16,7 +16,7 @@ class FeatureNorm(nn.Module):
 
     mode: "global" uses `mean` and `std` of the training set, set by `fit` and kept in the state dict;
         "utterance" those of each utterance; "per_feature" the same as NeMo takes them; "none" leaves features alone but
-        for the padding.
+        for the padding; "raw" leaves that too, for encoders that were trained to see it.
 
     A standard deviation below 0.1 counts as 0.1, so that silence, a single frame and dead bins stay finite and small;
     NeMo adds 1e-5 to the one over T - 1 frames.
@@ -68,7 +68,9 @@ class FeatureNorm(nn.Module):
         self.num_frames.fill_(count)
 
     def forward(self, features_BTF: Tensor, lens_B: Tensor) -> Tensor:
-        """(B, T, F) features and (B,) valid frames -> normalised (B, T, F) float32, 0 in the padding."""
+        """(B, T, F) features and (B,) valid frames -> normalised (B, T, F) float32, 0 in the padding unless raw."""
+        if self.mode == "raw":
+            return features_BTF.float()
         num_frames = features_BTF.shape[1]
         valid_BT1 = (torch.arange(num_frames, device=lens_B.device) < lens_B[:, None])[..., None]
         # A product with the mask would keep NaN, and padding may hold anything.

@@ -7,6 +7,8 @@ every precision mode. The two forms and their states: see `asr.layers.multi_head
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -67,14 +69,13 @@ class LinearSelfAttention(LinearAttention):
     def step(self, x_BD: Tensor, state: State) -> tuple[Tensor, State]:
         """(B, D) of one more position (B, D), and the state after it."""
         sums, norms = state
-        x_B1D = x_BD.unsqueeze(1)
-        query, key = self._queries(x_B1D), _feature_map(self._split(self.key(x_B1D)))
-        value = self._split(self.value(x_B1D)).float()
+        query, key = (_feature_map(self._split_one(project(x_BD))) for project in (self.query, self.key))
+        value = self._split_one(self.value(x_BD)).float()
         with _fp32(x_BD):
-            sums = torch.addcmul(sums, key.transpose(-2, -1), value)
             norms = norms + key.squeeze(2)
+            sums = torch.addcmul(sums, key.transpose(-2, -1), value)
             context = _look(query, sums, norms)
-        return self._merge(context.to(x_BD.dtype)).squeeze(1), (sums, norms)
+        return self._merge_one(context.to(x_BD.dtype)), (sums, norms)
 
     def with_room(self, state: State, num_steps: int) -> State:
         """The state itself, which has room for any number of steps."""
@@ -175,7 +176,7 @@ def _product(a: Tensor, b: Tensor, c: Tensor, backwards: bool) -> Tensor:
 
 
 def _feature_map(x: Tensor) -> Tensor:
-    return F.elu(x.float()) + 1.0
+    return F.elu(x.float()).add_(1.0)
 
 
 def _sums(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -183,8 +184,10 @@ def _sums(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _look(query: Tensor, sums: Tensor, norms: Tensor) -> Tensor:
-    return (query @ sums) / (query @ norms.unsqueeze(-1) + EPS)
+    return (query @ sums) / ((query * norms.unsqueeze(2)).sum(-1, keepdim=True) + EPS)
 
 
-def _fp32(like: Tensor) -> torch.autocast:
-    return torch.autocast(like.device.type, enabled=False)
+def _fp32(like: Tensor) -> AbstractContextManager:
+    kind = like.device.type
+    # Entering a context that changes nothing would be a tenth of a small step.
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()

@@ -55,6 +55,16 @@ class MultiHead(nn.Module):
         """(B, H, T, D / H) -> (B, T, D), through the output projection."""
         return self.output(x.transpose(1, 2).flatten(2))
 
+    # A step is as fast as its operations are few. Of a single position, splitting and merging move nothing.
+
+    def _split_one(self, x_BD: Tensor) -> Tensor:
+        """(B, D) -> (B, H, 1, D / H)"""
+        return x_BD.view(-1, self.num_heads, 1, self.head_dim)
+
+    def _merge_one(self, x: Tensor) -> Tensor:
+        """(B, H, 1, D / H) -> (B, D), through the output projection."""
+        return self.output(x.reshape(-1, self.num_heads * self.head_dim))
+
 
 class FullAttention(MultiHead):
     """What the attentions by softmax share. 1/sqrt(d_k) goes to the queries, which keeps half precision in range.
@@ -124,11 +134,11 @@ class FullSelfAttention(FullAttention):
         are wanted copy always, for they need every state as it was.
         """
         keys, values, count, written = state
-        place = int(count[0])
+        place = count.tolist()[0]
         if place == keys.size(2):
             raise ValueError(f"the state has room for {place} steps: start it with more, or use `with_room`")
-        query, key, value = (self._split(p(x_BD.unsqueeze(1))) for p in (self.query, self.key, self.value))
-        key, value = key.to(keys.dtype), value.to(values.dtype)
+        key = self._split_one(self.key(x_BD)).to(keys.dtype)
+        value = self._split_one(self.value(x_BD)).to(values.dtype)
         if keys.requires_grad or key.requires_grad:
             keys = torch.slice_scatter(keys, key, dim=2, start=place, end=place + 1)
             values = torch.slice_scatter(values, value, dim=2, start=place, end=place + 1)
@@ -136,11 +146,12 @@ class FullSelfAttention(FullAttention):
         else:
             if not torch.equal(count, written):
                 keys, values, written = keys.clone(), values.clone(), count.clone()
-            keys[:, :, place : place + 1] = key
-            values[:, :, place : place + 1] = value
+            keys.narrow(2, place, 1).copy_(key)
+            values.narrow(2, place, 1).copy_(value)
             written += 1  # in place, so that all who share the memory know
-        context = self._attend(query, keys[:, :, : place + 1], values[:, :, : place + 1], None)
-        return self._merge(context).squeeze(1), (keys, values, count + 1, written)
+        so_far = keys.narrow(2, 0, place + 1), values.narrow(2, 0, place + 1)
+        context = self._attend(self._split_one(self.query(x_BD)), *so_far, None)
+        return self._merge_one(context), (keys, values, count + 1, written)
 
     def with_room(self, state: State, num_steps: int) -> State:
         """The same state with memory of its own for `num_steps` steps from the first one on."""

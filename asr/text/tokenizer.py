@@ -143,10 +143,16 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
     return tokenizer
 
 
-def saved_tokenizer(folder: str, texts: Iterable[str] = ()) -> Tokenizer:
+def saved_tokenizer(folder: str, texts: Iterable[str] = (), vocab_size: int | str = "auto") -> Tokenizer:
     """The tokenizer of a run (its folder, or `tokenizer` in it), whatever the training `texts` are.
 
-    Raises ValueError as `load_tokenizer` does.
+    A `vocab_size` other than "auto", as experiments have it, must be the one it has.
+    Raises ValueError as `load_tokenizer` does and where the size is another.
     """
     inside = Path(folder) / "tokenizer"
-    return load_tokenizer(inside if inside.is_dir() else folder)
+    tokenizer = load_tokenizer(inside if inside.is_dir() else folder)
+    if vocab_size not in ("auto", tokenizer.vocab_size):
+        raise ValueError(
+            f"{folder}: its tokenizer has {tokenizer.vocab_size} tokens; set tokenizer.vocab_size to that or to auto"
+        )
+    return tokenizer

@@ -16,6 +16,10 @@ OWN = ["data=custom", "data.prepared_dir=prepared", *MODEL]
         (["data=fsdd", "data.corpus.corpus_dir=nowhere"], "nowhere has no folder `recordings`"),
         (["device=cuda:77"], "device=cuda:77"),
         (["+encoder.num_layer=3"], "did you mean num_layers?"),
+        (
+            ["data.train=nowhere.tsv", "data=custom", "encoder=zipformer_s", "encoder.dims=[32,48]"],
+            "encoder.dims=[32, 48]",
+        ),
         (["search=ctc_greedy_search", "head._target_=os.system"], "head._target_='os.system'"),
     ],
 )
@@ -31,7 +35,7 @@ def test_a_mistake_exits_with_one_error_and_no_traceback(arguments, message, tmp
     [
         ("encoder.num_heads=3", "num_heads"),
         ("data.max_utterance=0.35", "no utterance is left to train on"),
-        ("data.noise=none.jsonl.gz", "none.jsonl.gz: no such"),
+        ("data.noise=none.jsonl.gz", "none.jsonl.gz: there is no such file"),
         ("tokenizer.vocab_size=2", "vocab_size"),
         ("tokenizer.kind=words", "kind"),
         ("augment.probability=often", "augment.probability='often': float is expected"),

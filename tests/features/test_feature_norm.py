@@ -106,3 +106,9 @@ def test_wrong_use_is_refused_in_words():
         FeatureNorm(5).fit([torch.zeros(0, 5)])
     with pytest.raises(ValueError, match="item 1 are not finite"):
         FeatureNorm(5).fit([torch.zeros(3, 5), torch.full((3, 5), float("nan"))])
+
+
+def test_raw_leaves_even_the_padding():
+    features = torch.randn(2, 5, 80)
+    assert torch.equal(FeatureNorm(mode="raw")(features, torch.tensor([5, 2])), features)
+    assert not FeatureNorm(mode="raw").needs_fit
