@@ -64,6 +64,9 @@ def test_stored_in_folder_and_checkpoint(tmp_path, with_model):
         assert copy.hash == tokenizer.hash and copy.tokens == PIECES
         assert (copy.blank_id, copy.unk_id, copy.sos_eos_id) == (0, 2, 1)
         assert copy.encode("the cat") == tokenizer.encode("THE CAT")
+    assert saved_tokenizer(str(tmp_path), vocab_size=tokenizer.vocab_size).hash == tokenizer.hash
+    with pytest.raises(ValueError, match=f"has {tokenizer.vocab_size} tokens; set tokenizer.vocab_size"):
+        saved_tokenizer(str(tmp_path), vocab_size=500)
 
 
 def test_a_list_that_is_none_is_refused():
