@@ -125,7 +125,8 @@ def train(settings: TrainSettings, run_dir: Path, world: World, device: Any) -> 
         build.build_schedule(settings, total_steps), data.train,
         lambda model: validate(model, data.dev.epoch(0), search, tokenizer.decode, precision, world, device),
         precision, monitor, identity, world, build.reference_batches(settings, world),
-        Pictures(monitor, data.dev, precision).draw if settings.trainer.pictures and world.is_main else None,
+        Pictures(monitor, data.dev, precision, tokenizer.tokens).draw
+        if settings.trainer.pictures and world.is_main else None,
         build.build_adversary_optimizer(settings, model),
     )  # fmt: skip
     if found:

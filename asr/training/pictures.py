@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -9,6 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from asr.heads.ctc import CTC
 from asr.model import AsrModel
 from asr.training.loop import EpochLoader
 from asr.training.monitor import Monitor
@@ -19,10 +21,14 @@ NUM_UTTERANCES = 3
 
 
 class Pictures:
-    """Draws the first utterances that the loader of the dev set gives, at every validation."""
+    """Draws the first utterances that the loader of the dev set gives, at every validation.
 
-    def __init__(self, monitor: Monitor, loader: EpochLoader, precision: PrecisionMode):
+    `tokens` are the vocabulary's, which name the peaks of CTC posteriors.
+    """
+
+    def __init__(self, monitor: Monitor, loader: EpochLoader, precision: PrecisionMode, tokens: Sequence[str]):
         self.monitor = monitor
+        self.tokens = tokens
         self.precision = precision
         batch = next(
             (batch for batch in loader.epoch(0) if len(batch) and batch.feature_lens[:NUM_UTTERANCES].all()), None
@@ -31,7 +37,7 @@ class Pictures:
 
     @torch.no_grad()
     def draw(self, model: AsrModel, step: int) -> None:
-        """Spectrograms after normalisation and augmentation, and posteriors of heads that have log_probs."""
+        """Spectrograms after normalisation and augmentation, and posteriors where there is a CTC head."""
         if self.batch is None:
             return
         batch, was_training = self.batch, model.training
@@ -44,12 +50,15 @@ class Pictures:
                 seen = model.augment(seen, batch.feature_lens)
             model.eval()
         self.monitor.figure("features/seen", spectrograms(seen, batch.feature_lens, batch.texts), step)
-        if hasattr(model.head, "log_probs"):
+        if "ctc_greedy_search" in model.head.searches:
+            head = model.head.part_for("ctc_greedy_search")
+            assert isinstance(head, CTC)
             with self.precision.autocast():
                 encoded = model.encode(batch.features, batch.feature_lens)
-                posteriors_TV = model.head.log_probs(encoded)[0, : int(encoded.lens[0])].exp().cpu()
+                posteriors_TV = head.log_probs(encoded)[0, : int(encoded.lens[0])].exp().cpu()
             if len(posteriors_TV):
-                self.monitor.figure("ctc/posteriors", posteriors(posteriors_TV, batch.texts[0]), step)
+                figure = posteriors(posteriors_TV, self.tokens, head.blank_id, batch.texts[0])
+                self.monitor.figure("ctc/posteriors", figure, step)
         model.train(was_training)
 
 
@@ -77,16 +86,20 @@ def spectrograms(features_BTF: Tensor, lens_B: Tensor, texts: list[str]) -> Figu
     return figure
 
 
-def posteriors(posteriors_TV: Tensor, text: str) -> Figure:
-    """Probability of every token over encoder frames; the dashed line is blank (token 0)."""
+def posteriors(posteriors_TV: Tensor, tokens: Sequence[str], blank_id: int, text: str) -> Figure:
+    """Probability of every token over encoder frames, its name at its highest point; the dashed line is blank."""
     figure = Figure(figsize=(10, 3), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    axes.plot(posteriors_TV[:, 0].numpy(), "--", color="grey", linewidth=0.8)
-    for token in range(1, posteriors_TV.shape[1]):
-        if float(posteriors_TV[:, token].max()) > 0.05:
-            axes.plot(posteriors_TV[:, token].numpy(), linewidth=1)
-    axes.set_ylim(0, 1.02)
+    axes.plot(posteriors_TV[:, blank_id].numpy(), "--", color="grey", linewidth=0.8)
+    for token, name in enumerate(tokens):
+        curve_T = posteriors_TV[:, token]
+        peak = int(curve_T.argmax())
+        if token != blank_id and curve_T[peak] > 0.05:
+            (line,) = axes.plot(curve_T.numpy(), linewidth=1)
+            place = (peak, float(curve_T[peak]))
+            axes.annotate(name, place, xytext=(3, 0), textcoords="offset points", fontsize=8, color=line.get_color())
+    axes.set_ylim(0, 1.08)
     axes.set_title(text[:90], fontsize=9)
     axes.set_xlabel("encoder frame")
     axes.set_ylabel("probability")

@@ -2,11 +2,15 @@ import json
 import logging
 import math
 import time
+from functools import partial
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from asr.heads.attention import Attention
+from asr.heads.ctc import CTC
+from asr.heads.joint import Joint
 from asr.training.monitor import Monitor, clock, start_logging
 from asr.training.pictures import Pictures
 from asr.training.step import StepResult
@@ -99,7 +103,7 @@ class Dev:
 def test_pictures_leave_no_trace_in_model_and_generator(tiny, tmp_path):
     monitor = Monitor(tmp_path, 1, 10, progress=False)
     model = tiny.model().train()
-    pictures = Pictures(monitor, Dev([tiny.batch([]), tiny.batch("abcd")]), tiny.precision("amp_bf16"))
+    pictures = Pictures(monitor, Dev([tiny.batch([]), tiny.batch("abcd")]), tiny.precision("amp_bf16"), "_abcde")
     before, generator = tiny.flat(model.state_dict()), torch.get_rng_state()
     pictures.draw(model, 1)
     monitor.close()
@@ -112,13 +116,23 @@ def test_pictures_leave_no_trace_in_model_and_generator(tiny, tmp_path):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_a_ctc_branch_is_drawn_among_other_heads(tiny, tmp_path):
+    monitor = Monitor(tmp_path, 1, 10, progress=False)
+    model = tiny.model()
+    parts = {"ctc": partial(CTC), "attention": partial(Attention, num_layers=1, num_heads=2, feed_forward_dim=16)}
+    model.head = Joint(parts, {"ctc": 0.3, "attention": 0.7}, 16, 6, 0, 5)
+    Pictures(monitor, Dev([tiny.batch("ab")]), tiny.precision("fp32"), "_abcde").draw(model, 1)
+    monitor.close()
+    assert (tmp_path / "pictures/ctc_posteriors.png").is_file()
+
+
 def test_utterances_without_frames_before_or_after_subsampling_do_not_stop_a_run(tiny, tmp_path):
     monitor = Monitor(tmp_path, 1, 10, progress=False)
     empty = tiny.batch("ab")
     empty.feature_lens[0] = 0
     for batches in ([], [empty]):
-        Pictures(monitor, Dev(batches), tiny.precision("fp32")).draw(tiny.model(), 1)
+        Pictures(monitor, Dev(batches), tiny.precision("fp32"), "_abcde").draw(tiny.model(), 1)
         assert not (tmp_path / "pictures").exists()
-    Pictures(monitor, Dev([empty, tiny.batch("c", frames=5)]), tiny.precision("fp32")).draw(tiny.model(), 1)
+    Pictures(monitor, Dev([empty, tiny.batch("c", frames=5)]), tiny.precision("fp32"), "_abcde").draw(tiny.model(), 1)
     monitor.close()
     assert [path.name for path in (tmp_path / "pictures").iterdir()] == ["features_seen.png"]
