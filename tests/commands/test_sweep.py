@@ -89,14 +89,21 @@ def test_a_sweep_over_a_group_is_named_by_its_choices(tmp_path, digits):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not (find_spec("hydra_plugins") and find_spec("hydra_plugins.hydra_joblib_launcher")),
-    reason="needs the extra `sweep`",
+@pytest.mark.parametrize(
+    ("launcher", "options"),
+    [
+        ("joblib", ["hydra.launcher.n_jobs=2"]),
+        ("submitit_local", []),  # what submitit_slurm does, without SLURM
+        ("ray", ["+hydra.launcher.ray.init.num_cpus=2"]),
+    ],
 )
-def test_the_joblib_launcher_runs_jobs_side_by_side(tmp_path, digits):
+def test_a_launcher_runs_jobs_side_by_side(tmp_path, digits, launcher, options):
+    plugin = f"hydra_plugins.hydra_{launcher.removesuffix('_local')}_launcher"
+    if not (find_spec("hydra_plugins") and find_spec(plugin)):
+        pytest.skip(f"needs hydra-{launcher.removesuffix('_local')}-launcher, of the extras `sweep` and `ray`")
     done = finish(
-        spawn(sys.executable, ROOT / "train.py", "-m", *MODEL, *digits, "hydra/launcher=joblib",
-              "hydra.launcher.n_jobs=2", "seed=1,2", "trainer.max_steps=1", "run_dir=out", cwd=tmp_path)
+        spawn(sys.executable, ROOT / "train.py", "-m", *MODEL, *digits, f"hydra/launcher={launcher}", *options,
+              "seed=1,2", "trainer.max_steps=1", "run_dir=out", cwd=tmp_path)
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     jobs = sorted((tmp_path / "out").iterdir())
