@@ -87,19 +87,21 @@ def spectrograms(features_BTF: Tensor, lens_B: Tensor, texts: list[str]) -> Figu
 
 
 def posteriors(posteriors_TV: Tensor, tokens: Sequence[str], blank_id: int, text: str) -> Figure:
-    """Probability of every token over encoder frames, its name at its highest point; the dashed line is blank."""
+    """Probability of every token over encoder frames, named where it begins to lead; the dashed line is blank."""
     figure = Figure(figsize=(10, 3), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.plot(posteriors_TV[:, blank_id].numpy(), "--", color="grey", linewidth=0.8)
+    leading_T = posteriors_TV.argmax(dim=1)
+    begins_T = leading_T != torch.nn.functional.pad(leading_T, (1, 0), value=blank_id)[:-1]
     for token, name in enumerate(tokens):
         curve_T = posteriors_TV[:, token]
-        peak = int(curve_T.argmax())
-        if token != blank_id and curve_T[peak] > 0.05:
-            (line,) = axes.plot(curve_T.numpy(), linewidth=1)
-            place = (peak, float(curve_T[peak]))
-            axes.annotate(name, place, xytext=(3, 0), textcoords="offset points", fontsize=8, color=line.get_color())
-    axes.set_ylim(0, 1.08)
+        if token == blank_id or curve_T.max() < 0.05:
+            continue
+        (line,) = axes.plot(curve_T.numpy(), linewidth=1)
+        for frame in torch.nonzero(begins_T & (leading_T == token)).flatten().tolist():
+            axes.text(frame, 1.03, name, fontsize=8, color=line.get_color())
+    axes.set_ylim(0, 1.12)
     axes.set_title(text[:90], fontsize=9)
     axes.set_xlabel("encoder frame")
     axes.set_ylabel("probability")
