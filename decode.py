@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import hydra
 
 from asr.command import report_errors
-from asr.config import DecodeSettings, check, check_overrides
+from asr.config import check, check_overrides
+from asr.settings import DecodeSettings
 from asr.targets import nearest
 
 if TYPE_CHECKING:  # see train.py

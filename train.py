@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import hydra
 
 from asr.command import in_sweep, job_place, report_errors
-from asr.config import ConfigError, TrainSettings, check, check_overrides
+from asr.config import ConfigError, check, check_overrides
+from asr.settings import TrainSettings
 from asr.training.run_folder import open_run_dir, versions, write_json
 
 if TYPE_CHECKING:  # what imports torch stands in the functions, so that --help and a misspelt override answer at once
@@ -61,6 +62,7 @@ def train(settings: TrainSettings, run_dir: Path, world: World, device: Any) -> 
     import torch
 
     from asr import build
+    from asr.data.cuts import Manifest
     from asr.text.tokenizer import tokenizer_from_state
     from asr.training.checkpoint import CheckpointFolder
     from asr.training.cpu import keep_freed_memory, threads_to_use
@@ -89,7 +91,7 @@ def train(settings: TrainSettings, run_dir: Path, world: World, device: Any) -> 
     splits = build.prepare_data(settings, world)
     build.check_same_data(found[1] if found else None, settings)
     torch.manual_seed(settings.seed)
-    train_cuts = build.Manifest(splits["train"])
+    train_cuts = Manifest(splits["train"])
     tokenizer = tokenizer_from_state(found[1]["tokenizer"]) if found else build.build_tokenizer(settings, train_cuts)
 
     model = build.build_model(settings, tokenizer)

@@ -66,7 +66,7 @@ def composed(overrides: list[str]) -> Any:
 
 def search_override(head: str) -> list[str]:
     """The override by which the head's own search takes the place of the default one."""
-    from asr.config import searches_of
+    from asr.rules import searches_of
 
     path = ROOT / "conf" / "head" / f"{head}.yaml"
     searches = searches_of(yaml.safe_load(path.read_text(encoding="utf-8"))) if path.is_file() else ()
@@ -333,6 +333,7 @@ def bench_loader(arguments: argparse.Namespace, overrides: list[str]) -> None:
     import torch
 
     from asr import build
+    from asr.data.cuts import Manifest
     from asr.training.distributed import connect
     from asr.training.precision import PrecisionMode, resolve_precision
     from asr.training.step import train_step
@@ -340,7 +341,7 @@ def bench_loader(arguments: argparse.Namespace, overrides: list[str]) -> None:
     settings = composed(overrides)
     world, device = connect(settings.device)
     splits = build.prepare_data(settings, world)
-    tokenizer = build.build_tokenizer(settings, build.Manifest(splits["train"]))
+    tokenizer = build.build_tokenizer(settings, Manifest(splits["train"]))
     model = build.build_model(settings, tokenizer)
     loader = build.build_train_data(settings, splits, tokenizer, model, world, device.type == "cuda").train
     precision = PrecisionMode(resolve_precision(settings.precision.value, device), device)

@@ -43,6 +43,7 @@ def examine_precision(overrides: list[str]) -> None:
     import torch
 
     from asr import build
+    from asr.data.cuts import Manifest
     from asr.text.tokenizer import tokenizer_from_state
     from asr.training.checkpoint import load_weights
     from asr.training.distributed import connect
@@ -60,7 +61,7 @@ def examine_precision(overrides: list[str]) -> None:
 
     world, device = connect(settings.device)
     splits = build.prepare_data(settings, world)
-    train_cuts = build.load_cuts(splits["train"])
+    train_cuts = Manifest(splits["train"])
     torch.manual_seed(settings.seed)
     if saved:
         tokenizer = tokenizer_from_state(saved.checkpoint["tokenizer"])
@@ -92,8 +93,9 @@ def examine_initialisation(overrides: list[str]) -> None:
     import torch
 
     from asr import build
-    from asr.config import InitMode
+    from asr.data.cuts import Manifest
     from asr.layers.init import NONE, mode_named
+    from asr.settings import InitMode
     from asr.training.distributed import connect
     from asr.training.init_doctor import InitReading, examine_init
     from asr.training.init_doctor_report import write_init_report
@@ -104,7 +106,7 @@ def examine_initialisation(overrides: list[str]) -> None:
     world, device = connect(settings.device)
     source = build.load_source(settings)
     splits = build.prepare_data(settings, world)
-    train_cuts = build.Manifest(splits["train"])
+    train_cuts = Manifest(splits["train"])
     tokenizer = build.build_tokenizer(settings, train_cuts)
     batches: list[Any] = []
 

@@ -15,7 +15,8 @@ import hydra
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from asr.command import report_errors
-from asr.config import TrainSettings, check, check_overrides
+from asr.config import check, check_overrides
+from asr.settings import TrainSettings
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -32,10 +33,11 @@ def main(cfg: DictConfig) -> None:
 def prepare(settings: TrainSettings) -> None:
     """Prepare the data, train the tokenizer on it, and complete and print data_report.json."""
     from asr import build
+    from asr.data.cuts import Manifest
     from asr.training.distributed import World
 
     splits = build.prepare_data(settings, World())
-    tokenizer = build.build_tokenizer(settings, build.Manifest(splits["train"]))
+    tokenizer = build.build_tokenizer(settings, Manifest(splits["train"]))
     build.report_tokens(splits, tokenizer, settings, build.prepared_folder(settings))
     print(f"prepared: {build.prepared_folder(settings).resolve()}")
 

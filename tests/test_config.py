@@ -9,7 +9,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
-from asr.config import ConfigError, DecodeSettings, TrainSettings, by_place, check, check_overrides
+from asr.config import ConfigError, check, check_overrides
+from asr.rules import by_place
+from asr.settings import DecodeSettings, TrainSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF = ROOT / "conf"

@@ -18,7 +18,8 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from asr.config import DecodeSettings, TrainSettings, check
+from asr.config import check
+from asr.settings import DecodeSettings, TrainSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 READMES = [ROOT / "README.md", *sorted(ROOT.glob("recipes/*/README.md"))]

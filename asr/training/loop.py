@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 import torch
 
-from asr.config import TrainerSettings
 from asr.layers.schedule import set_batch_count
 from asr.model import AsrModel
 from asr.scoring.files import format_rate
+from asr.settings import TrainerSettings
 from asr.training.averaging import RunningAverage
 from asr.training.checkpoint import CheckpointFolder, generator_states, restore_generators
 from asr.training.distributed import World, average_buffers, gather

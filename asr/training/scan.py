@@ -9,10 +9,10 @@ from typing import Protocol
 
 import torch
 
-from asr.config import DataSettings
 from asr.data.packed import PackedCuts
 from asr.heads.head import add_parts
 from asr.model import AsrModel
+from asr.settings import DataSettings
 from asr.training.checkpoint import generator_states, restore_generators
 from asr.training.monitor import peak_memory_bytes
 from asr.training.precision import PrecisionMode

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from asr.config import InitMode
 from asr.layers.attention import RelativeSelfAttention
 from asr.layers.init import INIT_MODES, expected_std, fans, initialise, mode_named
 from asr.layers.norm import MaskedBatchNorm
+from asr.settings import InitMode
 
 GOLDEN = Path(__file__).resolve().parents[1] / "data" / "golden" / "nemo_init.json"
 STDS = {

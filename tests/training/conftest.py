@@ -3,13 +3,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from asr.config import TrainerSettings
 from asr.encoders.conformer import Conformer
 from asr.features.augment import SpecAugment
 from asr.features.normalise import FeatureNorm
 from asr.heads.ctc import CTC
 from asr.model import AsrModel
 from asr.search.ctc_greedy_search import ctc_greedy_search
+from asr.settings import TrainerSettings
 from asr.training.distributed import World
 from asr.training.loop import Trainer
 from asr.training.monitor import Monitor

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from asr.config import DataSettings
 from asr.data.packed import PackedCuts
+from asr.settings import DataSettings
 from asr.training.optim import parameter_groups
 from asr.training.scan import largest_batches, scan_memory
 
