@@ -73,7 +73,7 @@ def initialise(module: nn.Module, mode: str | None, parts: Mapping[str, str | No
     | everything else                       | under None                             | under every other mode |
     |---------------------------------------|----------------------------------------|------------------------|
     | bias of Linear, Conv1d, Conv2d        | uniform within 1 / sqrt(fan_in)        | as constructed         |
-    | Embedding, and a Linear tied to it    | as constructed (PyTorch's: normal, std 1)                       |
+    | Embedding, and a Linear tied to it    | as constructed: normal, std 1; of attention decoders 1/sqrt(D)  |
     | weight, bias, statistics of norms     | as constructed (1, 0; mean 0, variance 1)                       |
     | recurrent layers, parameters of other | as constructed                                                  |
     | layers (position biases, scales)      |                                                                 |

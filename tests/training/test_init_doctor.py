@@ -19,8 +19,10 @@ from asr.training.init_doctor_report import (
     write_init_report,
 )
 from asr.training.init_reading import FLAT, GRADIENT, INPUT, OUTPUT, THRESHOLDS, WEIGHT_GRADIENT
-from asr.types import Encoded
+from asr.types import Batch, Encoded
 from tests.commands.tiny import read_json
+from tests.test_contracts import HEADS, names
+from tests.training.test_transfer import KINDS, OLD, head_choice, model_of
 
 CPU = torch.device("cpu")
 
@@ -201,3 +203,22 @@ def test_the_report_sets_modes_side_by_side(tiny, tmp_path):
     layer = next(layer for layer in found["kaiming_uniform"]["layers"] if layer["name"] == "head.output")
     assert layer["fan_in"] == 16 and layer["gradient"] > 0 and layer["weight_gradient"] > 0
     assert (tmp_path / "init.png").stat().st_size > 10_000
+
+
+USUAL = {f"encoder={path.stem}": [f"encoder={path.stem}"] for path in KINDS}
+USUAL |= {
+    f"head={name}": [*head_choice(path), "encoder=conformer_xs"] for name, path in zip(names(HEADS), HEADS, strict=True)
+}
+
+
+@pytest.mark.parametrize("words", USUAL.values(), ids=USUAL)
+def test_every_encoder_and_head_is_in_no_trouble_as_its_paper_has_it(words):
+    model, _ = model_of(OLD, *words)
+    lens, token_lens = torch.tensor([200, 180, 150]), torch.tensor([4, 4, 4])
+    features = torch.randn(3, 200, 80, generator=torch.Generator().manual_seed(0))
+    tokens = torch.tensor([[2, 3, 4, 5], [3, 4, 5, 6], [6, 5, 4, 3]])
+    batch = Batch(["a", "b", "c"], features, lens, tokens, token_lens, [""] * 3, [""] * 3, 5.3)
+    reading = examine_init(model, batch, CPU)
+    assert {layer.name: layer.remark for layer in reading.troubled} == {}
+    weights = {name for name, value in model.named_parameters() if name.endswith(".weight") and value.dim() > 1}
+    assert {f"{layer.name}.weight" for layer in reading.layers} == weights
