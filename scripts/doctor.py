@@ -14,7 +14,7 @@ init: of every layer the fans, how wide its weights are beside what each init_mo
 and gradients get through the depth of the model on a real training batch; layers that are dead or explode, and the key
 that mends them. The settings' own initialisation, or the weights that a run has come to, stand beside `modes` (null,
 xavier_uniform and kaiming_uniform unless given), all from the same seed on the same batch. With init_from, modes are of
-what is not loaded.
+what is not loaded; with run_dir, of the whole model. To draw a loaded layer anew, init_from.exclude has to name it too.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def initialise(module: nn.Module, mode: str | None, parts: Mapping[str, str | No
     | layers (position biases, scales)      |                                                                 |
 
     A constructor that says nothing leaves what PyTorch does, so "paper" differs from None only in modules whose papers
-    ask for something: Zipformer and the joiner of a transducer, where many layers start small.
+    ask for something: Zipformer and the projections of a transducer, where many layers start small.
     fan_in is inputs per group times kernel size, fan_out outputs times kernel size, as PyTorch counts them: a depthwise
     convolution of 256 channels and 33 frames has fan_in 33 and fan_out 8448. The gains are xavier's 1 and kaiming's
     sqrt(2), which is ReLU's, whatever follows the layer (Glorot and Bengio, 2010; He et al., 2015). tds is that of

@@ -51,8 +51,14 @@ class _LayerWatch(TorchFunctionMode):
     def __init__(self, readings: Mapping[int, LayerReading]):
         super().__init__()
         self.readings = readings
-        self.order: dict[str, LayerReading] = {}
+        self.order: list[LayerReading] = []
         self.newest: LayerReading | None = None
+        self.place = 0
+
+    def __enter__(self) -> _LayerWatch:
+        self.place = 0
+        super().__enter__()
+        return self
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -69,7 +75,9 @@ class _LayerWatch(TorchFunctionMode):
         return output
 
     def _note(self, reading: LayerReading, entering: Tensor, leaving: Tensor, axes_behind: int) -> None:
-        self.order.setdefault(reading.name, reading)
+        if reading not in self.order:  # in a later pass, too, it belongs behind the layer before it
+            self.order.insert(self.place, reading)
+        self.place = self.order.index(reading) + 1
         self.newest = reading
         if entering.is_floating_point():
             reading.note(INPUT, spread(entering, axes_behind))
@@ -124,8 +132,8 @@ def examine_init(model: AsrModel, batch: Batch, device: torch.device) -> InitRea
         for reading, weight in layers.values():
             if weight.grad is not None:
                 reading.note(WEIGHT_GRADIENT, (weight.grad.norm() / DRAWS / weight.norm()).item())
-    unused = [reading for reading, _ in layers.values() if reading.name not in watch.order]
-    return InitReading([*watch.order.values(), *unused], fmean(losses))
+    unused = [reading for reading, _ in layers.values() if reading not in watch.order]
+    return InitReading([*watch.order, *unused], fmean(losses))
 
 
 def _reading_of(name: str, module: Any, touched: bool) -> LayerReading:

@@ -37,10 +37,10 @@ def picture(readings: dict[str, InitReading]) -> Figure:
     shown = range(0, len(names), math.ceil(len(names) / NAMES))
     lines[-1].set_xticks(shown, [names[place] for place in shown], rotation=60, ha="right", fontsize=7)
     lines[-1].set_xlabel("layer, in the order of computing; a cross marks one in trouble")
-    cells = below.subplots(rows, HISTOGRAMS, squeeze=False).flat
+    cells = list(below.subplots(rows, HISTOGRAMS, squeeze=False).flat)
     for axes, group in zip(cells, groups, strict=False):
         _draw_weights(axes, readings, group)
-    for axes in list(cells)[len(groups) :]:
+    for axes in cells[len(groups) :]:
         axes.set_axis_off()
     return figure
 

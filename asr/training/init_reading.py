@@ -29,7 +29,7 @@ THRESHOLDS = (
 )
 
 
-@dataclass
+@dataclass(eq=False)
 class LayerReading:
     """One layer, in the order of computing.
 
