@@ -73,13 +73,13 @@ def initialise(module: nn.Module, mode: str | None, parts: Mapping[str, str | No
     | everything else                       | under None                             | under every other mode |
     |---------------------------------------|----------------------------------------|------------------------|
     | bias of Linear, Conv1d, Conv2d        | uniform within 1 / sqrt(fan_in)        | as constructed         |
-    | Embedding, and a Linear tied to it    | as constructed (PyTorch's: normal, std 1)                       |
+    | Embedding, and a Linear tied to it    | as constructed: normal, std 1; of attention decoders 1/sqrt(D)  |
     | weight, bias, statistics of norms     | as constructed (1, 0; mean 0, variance 1)                       |
     | recurrent layers, parameters of other | as constructed                                                  |
     | layers (position biases, scales)      |                                                                 |
 
     A constructor that says nothing leaves what PyTorch does, so "paper" differs from None only in modules whose papers
-    ask for something: Zipformer and the joiner of a transducer, where many layers start small.
+    ask for something: Zipformer and the projections of a transducer, where many layers start small.
     fan_in is inputs per group times kernel size, fan_out outputs times kernel size, as PyTorch counts them: a depthwise
     convolution of 256 channels and 33 frames has fan_in 33 and fan_out 8448. The gains are xavier's 1 and kaiming's
     sqrt(2), which is ReLU's, whatever follows the layer (Glorot and Bengio, 2010; He et al., 2015). tds is that of

@@ -1,4 +1,4 @@
-"""What the initialisation doctor has to say: tables of layers, modes side by side, a picture."""
+"""What the initialisation doctor has to say: layers in trouble with remedies, tables of layers, modes side by side."""
 
 from __future__ import annotations
 
@@ -6,10 +6,17 @@ import math
 from pathlib import Path
 from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
-from asr.training.init_doctor import GRADIENT, OUTPUT, WEIGHT, InitReading, LayerReading
+from asr.training.init_doctor_picture import picture
+from asr.training.init_reading import (
+    FLAT,
+    GRADIENT,
+    INPUT,
+    OUTPUT,
+    THRESHOLDS,
+    WEIGHT_GRADIENT,
+    InitReading,
+    LayerReading,
+)
 from asr.training.run_folder import write_json
 
 # Modes of one standard deviation share a column.
@@ -23,6 +30,8 @@ COLUMNS = {
 }
 # A weight whose standard deviation is within this share of a mode's is like it.
 LIKE = 0.05
+# Layers in trouble that are named in words; the tables name all.
+TOLD = 6
 
 
 def write_init_report(folder: Path, readings: dict[str, InitReading]) -> str:
@@ -32,50 +41,76 @@ def write_init_report(folder: Path, readings: dict[str, InitReading]) -> str:
     """
     folder.mkdir(parents=True, exist_ok=True)
     own = next(iter(readings))
-    sections = [
-        f"Modes side by side, on one batch before training:\n\n{modes_table(readings)}",
-        f"Layers under {own}; standard deviation of the weight, and what each mode would give:\n\n"
-        + layers_table(readings[own]),
-        f"Signals and gradients through depth, root mean squares:\n\n{depth_table(readings)}",
-    ]
-    troubled = [f"- {mode}: {_told(reading)}" for mode, reading in readings.items() if reading.troubled]
-    sections.append("\n".join(["Layers in trouble:", "", *troubled]) if troubled else "No layer is in trouble.")
-    text = "\n\n".join(sections) + "\n"
-    (folder / "init.md").write_text(text, encoding="utf-8")
+    text = "\n\n".join(
+        [
+            "\n".join(f"- {line}" for line in [*verdict(readings), THRESHOLDS]),
+            f"Initialisations side by side, on one batch:\n\n{modes_table(readings)}",
+            f"Weights, {own}: standard deviation now, and that of each mode (as a multiple of it):\n\n"
+            + weights_table(readings[own]),
+            f"Signals and gradients through depth, {own}:\n\n{signals_table(readings[own])}",
+            f"Spread of outputs, size of gradients:\n\n{depth_table(readings)}",
+        ]
+    )
+    (folder / "init.md").write_text(text + "\n", encoding="utf-8")
     write_json({mode: _record(reading) for mode, reading in readings.items()}, folder / "init.json")
     picture(readings).savefig(folder / "init.png", dpi=110)
-    return text
+    return text + "\n"
+
+
+def verdict(readings: dict[str, InitReading]) -> list[str]:
+    """Sentences: the layers in trouble under each initialisation, and the keys that mend them."""
+    lines = []
+    for mode, reading in readings.items():
+        told = [
+            f"{layer.name}: {layer.remark}{f' (remedy: {remedy})' if (remedy := reading.remedy(layer)) else ''}"
+            for layer in sorted(reading.troubled, key=lambda layer: not reading.remedy(layer))
+        ]
+        more = f"; {len(told) - TOLD} more" if len(told) > TOLD else ""
+        lines.append(f"{mode}: {'; '.join(told[:TOLD])}{more}." if told else f"{mode}: no layer is in trouble.")
+    return lines
 
 
 def modes_table(readings: dict[str, InitReading]) -> str:
-    """Markdown: the loss at the start, signals and gradients at both ends, and how many layers are in trouble."""
+    """Markdown: the loss, signals and gradients at both ends, and how many layers are in trouble."""
     header = ["init", "loss", "first output", "last output", "first gradient", "last gradient", "layers in trouble"]
-    rows = [
-        [
-            mode,
-            f"{reading.loss:.4g}",
-            *(_number(reading.layers[place].rms.get(what)) for what in (OUTPUT, GRADIENT) for place in (0, -1)),
-            f"{len(reading.troubled)} of {len(reading.layers)}",
-        ]
-        for mode, reading in readings.items()
-    ]
+    rows = []
+    for mode, reading in readings.items():
+        used = [layer for layer in reading.layers if layer.number(OUTPUT) is not None]
+        ends = [_number(used[place].number(what)) for what in (OUTPUT, GRADIENT) for place in (0, -1)]
+        rows.append([mode, f"{reading.loss:.4g}", *ends, f"{len(reading.troubled)} of {len(reading.layers)}"])
     return _table(header, rows)
 
 
-def layers_table(reading: InitReading) -> str:
-    """Markdown: every layer with its fan-in, the standard deviation of its weight beside those of all modes, and what
-    it does to the batch."""
-    header = ["layer", "kind", "fan in", "std", "like", *COLUMNS, "output", "gradient", "remark"]
+def weights_table(reading: InitReading) -> str:
+    """Markdown: every layer with its fans, and the standard deviation of its weight beside those of all modes."""
+    header = ["layer", "kind", "shape", "fan in", "fan out", "std", "like", *COLUMNS]
     rows = [
         [
             layer.name,
             layer.kind,
-            str(layer.fan_in),
+            "x".join(map(str, layer.shape)),
+            *(["-", "-"] if not layer.expected else [str(layer.fan_in), str(layer.fan_out)]),
             _number(layer.std),
             like(layer),
-            *(_number(layer.expected[mode]) for mode in COLUMNS.values()),
-            _number(layer.rms.get(OUTPUT)),
-            _number(layer.rms.get(GRADIENT)),
+            *(_beside(layer, mode) for mode in COLUMNS.values()),
+        ]
+        for layer in reading.layers
+    ]
+    return _table(header, rows)
+
+
+def signals_table(reading: InitReading) -> str:
+    """Markdown: what every layer does to the batch, and what the loss asks of its weight."""
+    header = ["layer", "input", "output", "gain", "flat", "gradient", "weight gradient / weight", "remark"]
+    rows = [
+        [
+            layer.name,
+            _number(layer.number(INPUT)),
+            _number(layer.number(OUTPUT)),
+            _number(layer.gain),
+            "-" if (flat := layer.number(FLAT)) is None else f"{100 * flat:.0f}%",
+            _number(layer.number(GRADIENT)),
+            _number(layer.number(WEIGHT_GRADIENT)),
             layer.remark,
         ]
         for layer in reading.layers
@@ -89,7 +124,7 @@ def depth_table(readings: dict[str, InitReading]) -> str:
     by_name = {mode: {layer.name: layer for layer in reading.layers} for mode, reading in readings.items()}
     names = [layer.name for layer in next(iter(readings.values())).layers]
     rows = [
-        [name, *(_number(layers[name].rms.get(what)) for what in (OUTPUT, GRADIENT) for layers in by_name.values())]
+        [name, *(_number(layers[name].number(what)) for what in (OUTPUT, GRADIENT) for layers in by_name.values())]
         for name in names
     ]
     return _table(header, rows)
@@ -97,46 +132,35 @@ def depth_table(readings: dict[str, InitReading]) -> str:
 
 def like(layer: LayerReading) -> str:
     """The mode whose standard deviation a weight has, if any."""
-    return next((column for column, mode in COLUMNS.items() if abs(layer.std / layer.expected[mode] - 1) < LIKE), "-")
+    fitting = (
+        column for column, mode in COLUMNS.items()
+        if layer.expected and abs(layer.std / layer.expected[mode] - 1) < LIKE
+    )  # fmt: skip
+    return next(fitting, "-")
 
 
-def picture(readings: dict[str, InitReading]) -> Figure:
-    """Outputs and gradients through depth, and histograms of weights, outputs and gradients of four layers."""
-    figure = Figure(figsize=(15, 13), layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(5, 4)
-    for row, what in enumerate((OUTPUT, GRADIENT)):
-        axes = figure.add_subplot(grid[row, :])
-        for mode, reading in readings.items():
-            axes.plot([layer.rms.get(what, math.nan) for layer in reading.layers], ".-", linewidth=0.8, label=mode)
-        axes.set_yscale("log")
-        axes.set_ylabel(f"{what}, root mean square")
-        axes.set_xlabel("layer, in the order of computing")
-        axes.legend(fontsize=8)
-    layers = next(iter(readings.values())).layers
-    chosen = sorted({round(share * (len(layers) - 1)) for share in (0, 1 / 3, 2 / 3, 1)})
-    for column, place in enumerate(chosen):
-        for row, what in enumerate((WEIGHT, OUTPUT, GRADIENT), start=2):
-            axes = figure.add_subplot(grid[row, column])
-            for mode, reading in readings.items():
-                sample = reading.layers[place].samples.get(what)
-                if sample is not None and bool(sample.isfinite().all()):
-                    axes.hist(sample.numpy(), bins=60, density=True, histtype="step", label=mode)
-            axes.set_yscale("log")
-            axes.set_xlabel(what, fontsize=8)
-            if row == 2:
-                axes.set_title(layers[place].name, fontsize=8)
-    return figure
-
-
-def _told(reading: InitReading) -> str:
-    return "; ".join(f"{layer.name} ({layer.remark})" for layer in reading.troubled)
+def _beside(layer: LayerReading, mode: str) -> str:
+    if not layer.expected:
+        return "as it is"
+    times = f" (x{layer.expected[mode] / layer.std:.2g})" if layer.std > 0 else ""
+    return f"{_number(layer.expected[mode])}{times}"
 
 
 def _record(reading: InitReading) -> dict[str, Any]:
-    kept = ("name", "kind", "fan_in", "fan_out", "std", "expected", "rms", "remark")
-    layers = [{key: getattr(layer, key) for key in kept} for layer in reading.layers]
-    return {"loss": reading.loss, "layers": layers}
+    """Everything but the samples, ready for JSON: what is not finite is written as text."""
+
+    def plain(value: Any) -> Any:
+        return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+    kinds = (INPUT, OUTPUT, FLAT, GRADIENT, WEIGHT_GRADIENT)
+    kept = ("name", "kind", "shape", "fan_in", "fan_out", "std", "expected", "remark", "gain")
+    layers = [
+        {key: plain(getattr(layer, key)) for key in kept}
+        | {kind.replace(" ", "_"): plain(layer.number(kind)) for kind in kinds}
+        | {"remedy": reading.remedy(layer) if layer.remark else ""}
+        for layer in reading.layers
+    ]
+    return {"loss": plain(reading.loss), "layers": layers}
 
 
 def _number(value: float | None) -> str:

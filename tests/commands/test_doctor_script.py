@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 
-from tests.commands.tiny import MODEL, command, read_json, train
+import pytest
+
+from tests.commands.tiny import MODEL, command, last_checkpoint, read_json, train
 
 
 def test_an_experiment_is_examined_before_it_is_trained(tmp_path, digits):
@@ -62,11 +64,13 @@ def test_initialisations_are_compared_before_training(tmp_path, digits, trained)
     done = command("scripts/doctor.py", "init", *MODEL, *digits, *words, "out=found", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "| xavier_uniform (the settings) |" in done.stdout and "| tds_normal |" in done.stdout
-    assert "| head.output | Linear | 16 |" in done.stdout
+    assert "| head.output | Linear | 5x16 | 16 | 5 |" in done.stdout
     found = read_json(tmp_path / "found" / "init.json")
     stds = {mode: {layer["name"]: layer["std"] for layer in reading["layers"]} for mode, reading in found.items()}
     ratio = stds["tds_normal"]["encoder.subsampling.conv2"] / stds["null"]["encoder.subsampling.conv2"]
     assert 3.0 < ratio < 4.0, "2 sqrt(3), as the table of asr.layers.init says"
+    inputs = {reading["layers"][0]["input"] for reading in found.values()}
+    assert len(found) == 3 and len(inputs) == 1, "all saw one batch"
     words = ["tokenizer=char", f"init_from.run_dir={trained}", "init_from.exclude=[head]", "modes=null"]
     done = command("scripts/doctor.py", "init", *MODEL, *digits, *words, "out=started", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -75,3 +79,10 @@ def test_initialisations_are_compared_before_training(tmp_path, digits, trained)
     assert len(first) == 2 and first[0] == first[1], "what was loaded is the same under every mode"
     done = command("scripts/doctor.py", "init", *MODEL, *digits, "modes=xaver", cwd=tmp_path)
     assert done.returncode == 1 and "init_mode 'xaver' is none of null" in done.stderr
+    done = command("scripts/doctor.py", "init", f"run_dir={trained}", "modes=[null]", f"out={tmp_path}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = read_json(tmp_path / "init.json")
+    assert list(found) == [f"{trained}, trained", "null"]
+    weights = last_checkpoint(trained)["model"]
+    for layer in found[f"{trained}, trained"]["layers"]:
+        assert layer["std"] == pytest.approx(weights[f"{layer['name']}.weight"].std().item(), rel=1e-4)
