@@ -31,6 +31,7 @@ MODEL = [
     "encoder.num_heads=2",
     "encoder.subsampling_channels=4",
     "data.num_jobs=1",
+    "data.speed_factors=[1.0]",
     "data.num_workers=0",
     "trainer.pictures=false",
     "trainer.num_threads=1",
