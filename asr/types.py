@@ -13,10 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+
+class Skipped(NamedTuple):
+    """An utterance that could not be read, with its normalised transcript."""
+
+    id: str
+    reason: str
+    text: str
 
 
 @dataclass
@@ -31,7 +39,7 @@ class Batch:
     texts: normalised transcripts.
     speakers: who speaks, "" where unknown.
     audio_seconds: seconds of audio in the batch, without padding.
-    skipped: (id, reason) of utterances that belong here and could not be read.
+    skipped: utterances that belong here and could not be read.
     """
 
     ids: list[str]
@@ -42,7 +50,7 @@ class Batch:
     texts: list[str]
     speakers: list[str] = field(default_factory=list)
     audio_seconds: float = 0.0
-    skipped: list[tuple[str, str]] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.ids)

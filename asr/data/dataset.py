@@ -15,7 +15,7 @@ from torch import Tensor
 from asr.data.augment import cut_rng
 from asr.data.cuts import load_audio
 from asr.data.store import FeatureStore
-from asr.types import Batch
+from asr.types import Batch, Skipped
 
 
 class TextEncoder(Protocol):
@@ -72,17 +72,21 @@ class SpeechDataset(torch.utils.data.Dataset):
 
     def _batch(self, cuts: list[Cut], epoch: int) -> Batch:
         read: list[tuple[Cut, Tensor]] = []
-        skipped: list[tuple[str, str]] = []
+        skipped: list[Skipped] = []
+
+        def skip(cut: Cut, reason: str) -> None:
+            skipped.append(Skipped(cut.id, reason, self.tokenizer.normaliser(_text(cut))))
+
         for cut in cuts:
             try:
                 features = self._features(cut, epoch)
             except ValueError as error:
-                skipped.append((cut.id, str(error)))
+                skip(cut, str(error))
                 continue
             if features.isfinite().all():
                 read.append((cut, features))
             else:
-                skipped.append((cut.id, "its audio gives features that are not finite"))
+                skip(cut, "its audio gives features that are not finite")
         texts = [self.tokenizer.normaliser(_text(cut)) for cut, _ in read]
         tokens = [torch.tensor(self.tokenizer.encode(text), dtype=torch.int64) for text in texts]
         features_BTF, feature_lens_B = _pad([f for _, f in read], (self.num_mel_bins,), SILENCE)

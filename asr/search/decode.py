@@ -46,7 +46,7 @@ def decode_set(
     model.eval()
     with tqdm(total=num_utterances, desc=name, unit="utt", disable=None) as bar:
         for batch in batches:
-            for utterance, reason in batch.skipped:
+            for utterance, reason, _ in batch.skipped:
                 log.warning("%s: not decoded, its words count as deletions: %s", utterance, reason)
                 decoded.unreadable[utterance] = reason
             started = time.perf_counter()

@@ -6,6 +6,7 @@ A checkpoint is one dict of tensors, numbers, strings, lists and dicts:
     optimizer, precision    their states
     adversary               that of the second optimiser, where the model has an adversary, else None
     progress                epoch, batches of it that are done, step, skipped steps, history of results
+    skipped                 utterances that could not be read, with reasons
     generators              one dict of random generator states per rank
     config                  the resolved configuration
     tokenizer               its whole state, with its hash

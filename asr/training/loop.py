@@ -221,7 +221,6 @@ class Trainer:
 
     def _end_epoch(self) -> None:
         progress = self.progress
-        self._share_skipped()
         mean_loss = progress.loss_sum / progress.loss_count if progress.loss_count else math.nan
         progress.train_loss.append({"epoch": progress.epoch, "loss": mean_loss})
         progress.seconds_per_epoch.append(progress.seconds_in_epoch)
@@ -264,6 +263,7 @@ class Trainer:
     def _save(self, kind: str, number: int) -> None:
         # A resumed run gives rank 0's buffers to all ranks, so they must be one here as well.
         average_buffers(self.model, self.world)
+        self._share_skipped()
         state = self.state_dict()
         if self.world.is_main:
             best = self.progress.best()
@@ -281,6 +281,7 @@ class Trainer:
             "progress": dict(vars(self.progress)),
             "world_size": self.world.size,
             "generators": gather(generator_states(), self.world),
+            "skipped": dict(self.skipped_items.seen),
             **self.identity,
         }
 
@@ -293,6 +294,7 @@ class Trainer:
             self.adversary.load_state_dict(state["adversary"])
         self.precision.load_state_dict(state["precision"])
         self.progress = Progress(**state["progress"])
+        self.skipped_items.seen = dict(state["skipped"])
         if state["world_size"] == self.world.size:
             restore_generators(state["generators"][self.world.rank])
         elif self.progress.batches_done:

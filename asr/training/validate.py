@@ -45,7 +45,7 @@ def validate(
     model.eval()
     try:
         for batch in batches:
-            rows.update((utterance, ("", "", {})) for utterance, _ in batch.skipped)
+            rows.update((item.id, (item.text, "", {})) for item in batch.skipped)  # its words count as deletions
             if not len(batch):
                 continue
             batch = batch.to(device)

@@ -33,8 +33,8 @@ def test_what_cannot_be_used_is_left_out_and_named(make_wavs, two_features, lett
     (tmp_path / "c01.wav").write_bytes(b"")
     soundfile.write(tmp_path / "c02.wav", np.full(1600, np.nan), 16000, subtype="FLOAT")
     batch = SpeechDataset(two_features, 2, letters)[cuts, 1]
-    assert batch.ids == ["c03"] and [name for name, _ in batch.skipped] == ["c00", "c01", "c02"]
-    assert all(f"{name}.wav" in reason for name, reason in batch.skipped)
+    assert batch.ids == ["c03"] and [item.id for item in batch.skipped] == ["c00", "c01", "c02"]
+    assert all(f"{item.id}.wav" in item.reason and item.text == "ab" for item in batch.skipped)
     nothing = SpeechDataset(two_features, 2, letters)[cuts[:3], 1]
     assert len(nothing) == 0 and nothing.features.shape == (0, 0, 2) and len(nothing.skipped) == 3
     assert nothing.tokens.dtype == torch.int64
@@ -93,7 +93,7 @@ def test_a_broken_stored_file_is_named(make_wavs, two_features, letters, tmp_pat
     _ = dataset[cuts, 1]
     (stored,) = (tmp_path / "features").rglob("*.npy")
     stored.write_bytes(stored.read_bytes()[:100])
-    ((name, reason),) = dataset[cuts, 1].skipped
+    ((name, reason, _),) = dataset[cuts, 1].skipped
     assert name == "c00" and str(stored) in reason and "delete it" in reason
 
 

@@ -192,5 +192,5 @@ def test_a_corrupt_file_is_named_with_its_path(make_loader, tmp_path, num_worker
     (tmp_path / "c07.wav").write_bytes(b"RIFF no audio")
     batches = list(make_loader(num_workers).epoch(1))
     skipped = [item for batch in batches for item in batch.skipped]
-    assert [name for name, _ in skipped] == ["c07"] and "c07.wav" in skipped[0][1]
+    assert [item.id for item in skipped] == ["c07"] and "c07.wav" in skipped[0].reason
     assert sum(map(len, batches)) == 19

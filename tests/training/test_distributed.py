@@ -11,6 +11,7 @@ import torch
 from asr.training.checkpoint import load_checkpoint
 from asr.training.distributed import World, average_buffers, connect, disconnect, gather, share, totals
 from asr.training.step import train_step
+from asr.types import Skipped
 
 # Forked, so that no process imports everything anew.
 fork = multiprocessing.get_context("fork")
@@ -134,7 +135,7 @@ def test_a_run_on_two_ranks_skips_together_names_all_and_is_written_once(tiny, t
             batch.features[1] = 1e30
         if batch.ids[0] == "1-5a":  # on rank 1
             batch = tiny.batch([])
-            batch.skipped = [("lost", "no such file")]
+            batch.skipped = [Skipped("lost", "no such file", "ab")]
         return batch
 
     def work(world, device):

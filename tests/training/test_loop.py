@@ -9,6 +9,7 @@ from asr.training.checkpoint import load_checkpoint
 from asr.training.loop import Progress
 from asr.training.precision import NumericsError
 from asr.training.validate import Validation
+from asr.types import Skipped
 
 
 def poison_from(place, upto=10**9):
@@ -149,13 +150,20 @@ def test_unreadable_utterances_are_told_once_and_batches_without_any_do_no_harm(
     def change(batch):
         if batch.ids[0] in ("1-1a", "2-1a"):
             batch = tiny.batch([])
-            batch.skipped = [("lost", "no such file")]
+            batch.skipped = [Skipped("lost", "no such file", "ab")]
         return batch
 
     trainer = tiny.trainer(tmp_path, loader=tiny.loader(3, change=change))
     progress = trainer.fit()
     trainer.monitor.close()
     assert progress.step == 6 and progress.skipped_steps == 0
+    assert caplog.text.count("skipped lost: no such file") == 1
+    assert json.loads((tmp_path / "train.json").read_text())["skipped_utterances"] == 1
+
+    resumed = tiny.trainer(tmp_path, loader=tiny.loader(3, change=change), max_epochs=3)
+    resumed.load_state_dict(resumed.checkpoints.load_newest()[1])
+    resumed.fit()
+    resumed.monitor.close()
     assert caplog.text.count("skipped lost: no such file") == 1
     assert json.loads((tmp_path / "train.json").read_text())["skipped_utterances"] == 1
 

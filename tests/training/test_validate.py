@@ -8,6 +8,7 @@ from asr.search.ctc_greedy_search import ctc_greedy_search
 from asr.training.distributed import World
 from asr.training.precision import PrecisionMode
 from asr.training.validate import validate
+from asr.types import Skipped
 
 CPU = torch.device("cpu")
 
@@ -49,8 +50,9 @@ def test_infeasible_and_unreadable_utterances_count_but_not_in_the_loss(tiny):
     plain, batch = run(tiny, model, [tiny.batch("a")]), tiny.batch("ab")
     batch.feature_lens[1] = 9
     empty = tiny.batch([])
-    empty.skipped = [("lost", "no such file")]
+    empty.skipped = [Skipped("lost", "no such file", "ab")]
     result = run(tiny, model, [batch, empty])
+    assert ("lost", "ab", "") in result.examples, "all its words are deletions"
     assert result.num_utterances == 3 and result.loss == pytest.approx(plain.loss, rel=1e-5)
 
 
