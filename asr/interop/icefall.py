@@ -54,6 +54,7 @@ _LAYER_NAMES = [
     (r"feed_forward([123])\.out_proj\.(\w+)", r"feed_forward\1.contract.\2"),
     (r"bypass_mid\.bypass_scale", r"bypass_middle.scale"),
     (r"bypass\.bypass_scale", r"bypass.scale"),
+    (r"bypass_scale", r"unused_scale"),
     (r"norm\.(\w+)", r"norm.\1"),
 ]
 # What regularises training here and remembers what it last saw; icefall does not store it.
@@ -62,8 +63,6 @@ _WHITENED_IN_LAYER = (
     "attention2.whiten", "convolution1.whiten", "convolution2.whiten", "feed_forward1.whiten", "feed_forward2.whiten",
     "feed_forward3.whiten", "whiten",
 )  # fmt: skip
-# A parameter of every layer that icefall's own forward pass never reads.
-_UNUSED = re.compile(r"encoder\.encoders\.\d+\.(?:encoder\.)?layers\.\d+\.bypass_scale")
 # Channels that training never leaves out, by the widths of the stacks, in the three published sizes.
 _UNMASKED = {
     (192, 256, 256, 256, 256, 256): [192] * 6,
@@ -273,7 +272,7 @@ def encoder_weights(state: dict[str, Tensor]) -> dict[str, Tensor]:
     weights = {}
     whitened = {"subsampling.whiten", "subsampling.convnext.whiten"}
     for name, tensor in state.items():
-        if not name.startswith(("encoder_embed.", "encoder.")) or _UNUSED.fullmatch(name):
+        if not name.startswith(("encoder_embed.", "encoder.")):
             continue
         renamed = _encoder_name(name)
         weights[renamed] = _in_place_order(name, tensor)

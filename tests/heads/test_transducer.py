@@ -130,7 +130,6 @@ def test_projections_start_small():
         ({"lm_scale": 0.7, "am_scale": 0.5}, "am_scale=0.5"),
         ({"warmup_batches": -1}, "warmup_batches=-1"),
         ({"context_size": 0}, "context_size=0"),
-        ({"context_size": 20}, "context_size=20: at least 1, and for 5 tokens at most 18"),
         ({"decoder_dim": 10}, "decoder_dim=10"),
         ({"loss": "full", "topology": "modified"}, "loss=full"),
     ],

@@ -37,6 +37,8 @@ def encoder_of(state, **options):
 @torch.no_grad()
 def test_every_utterance_where_padding_is_seen_as_in_icefall(state, golden):
     encoder = encoder_of(state, mask_padding=False)
+    held = sum(tensor.numel() for name, tensor in state.items() if name.startswith("encoder"))
+    assert sum(parameter.numel() for parameter in encoder.parameters()) == held
     embedded, embed_lens = encoder.subsampling(golden["features"], golden["feature_lens"])
     encoded = encoder(golden["features"], golden["feature_lens"])
     assert torch.equal(embed_lens, golden["embed_lens"]) and torch.equal(encoded.lens, golden["encoder_lens"])

@@ -193,8 +193,9 @@ def test_tokens(tmp_path):
 
 def test_a_bpe_model_encodes_under_its_own_ids(tmp_path):
     written = BytesIO()
+    sentences = ["THE CAT SAT ON THE MAT", "A CAT THAT SAT", "MORE WORDS THAN THESE", "QUICK JOLLY FOX"]
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["THE CAT SAT ON THE MAT", "MORE WORDS THAN THESE", "QUICK JOLLY FOX"] * 5),
+        sentence_iterator=iter(sentences * 5),
         model_writer=written, model_type="unigram", vocab_size=30, user_defined_symbols=["<blk>", "<sos/eos>"],
         unk_id=2, bos_id=-1, eos_id=-1, minloglevel=2,
     )  # fmt: skip

@@ -180,12 +180,15 @@ def test_temperature_divides_the_logits():
     assert warm.tokens == divided.tokens and warm.score == pytest.approx(divided.score, abs=1e-4)
 
 
-def test_the_decoder_is_asked_once_for_a_token_and_not_for_a_blank(monkeypatch):
+@pytest.mark.parametrize("search", SEARCHES)
+def test_the_decoder_is_asked_once_for_a_context(search, monkeypatch):
     asked = []
     original = Steps.decode
-    monkeypatch.setattr(Steps, "decode", lambda self, contexts: asked.append(len(contexts)) or original(self, contexts))
-    (found,) = greedy_search(make_head(), frames_of(40))
-    assert sum(asked) == len(found.tokens) + 1 < 40
+    monkeypatch.setattr(Steps, "decode", lambda self, contexts: asked.extend(contexts) or original(self, contexts))
+    found = search(make_head(), frames_of(40, 30))
+    needed = {pair for tokens in (of.tokens for of in found) for pair in itertools.pairwise([5, 0, *tokens])}
+    assert len(asked) == len(set(asked)) and needed <= set(asked)
+    assert search is modified_beam_search or needed == set(asked)
 
 
 @pytest.mark.parametrize("search", SEARCHES)

@@ -24,6 +24,9 @@ class ZipformerLayer(nn.Module):
 
     dim: width D. feed_forward_dim: of the second of three; the first has 3/4 and the last 5/4 of it.
     layer_drop: probability that an utterance passes the layer by.
+
+    `unused_scale` is a left-over of the published layer, which no forward pass reads. It is here, frozen, so that
+    parameter counts are the published ones and icefall's checkpoints are held whole.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class ZipformerLayer(nn.Module):
         self.feed_forward3 = FeedForward(dim, feed_forward_dim * 5 // 4, dropout)
         self.norm = BiasNorm(dim)
         self.bypass = Bypass(dim, layer_drop)
+        self.unused_scale = nn.Parameter(torch.full((dim,), 0.5), requires_grad=False)
 
         module_drop = PiecewiseLinear((0.0, 0.2), (4000.0, 0.05), (16000.0, 0.0))
         feed_forward_drop = PiecewiseLinear((0.0, 0.1), (4000.0, 0.01), (50000.0, 0.0))
