@@ -6,7 +6,7 @@ import torch
 from asr.layers.attention import RelativeSelfAttention
 from asr.layers.masks import length_mask
 from asr.layers.positional import RelativePositionalEncoding
-from scripts.attention_variants import VARIANTS
+from scripts.benches.attention_variants import VARIANTS
 from tests.commands.tiny import command, python
 
 SMALL = ["encoder.num_layers=1", "encoder.output_dim=32", "encoder.feed_forward_dim=32", "encoder.num_heads=2",
