@@ -66,6 +66,7 @@ def test_from_the_published_tree_to_a_word_error_rate(tmp_path, fill, kind):
     fill(tmp_path / "LibriSpeech")
     run = train(
         "+experiment=mini_librispeech_conformer_ctc", f"data.corpus.corpus_dir={tmp_path}", *TINY,
+        "data.speed_factors=[0.9,1.0,1.1]",
         f"data.prepared_dir={tmp_path / 'prepared'}", "data.corpus.tests=[test-clean]", f"tokenizer={kind}",
         "tokenizer.vocab_size=auto", "tokenizer.byte_fallback=true", f"data.noise={write_musan(tmp_path)}",
         "data.noise_probability=1.0", "data.max_duration=40", "trainer.max_epochs=1", run_dir=tmp_path / "run",
