@@ -72,7 +72,7 @@ def decode(settings: DecodeSettings, run_dir: Path) -> list[dict[str, Any]]:
         raise ValueError(f"method={method}: this run's head offers {', '.join(model.head.searches)}")
     search = build.build_search(build.search_settings(method, settings.search))
     model.to(device)
-    named = safe_name(",".join([method, *(f"{key}={value}" for key, value in settings.encoder.items())]))
+    named = ",".join([method, *(f"{key}={value}" for key, value in settings.encoder.items())])
 
     def use(avg: int) -> Selection:
         chosen = select_weights(run_dir, settings.epoch, settings.iter, avg, settings.use_averaged_model, best)
@@ -97,7 +97,7 @@ def decode(settings: DecodeSettings, run_dir: Path) -> list[dict[str, Any]]:
     results = []
     for name, cuts in build.sets_to_decode(settings, trained).items():
         utterances, decoded = recognise(name, cuts)
-        folder = run_dir / "decode" / f"{name}-{named}-{chosen.label}"
+        folder = run_dir / "decode" / f"{name}-{safe_name(named)}-{chosen.label}"
         meta = {
             "set": name,
             "method": named,

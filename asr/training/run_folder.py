@@ -61,8 +61,8 @@ def open_run_dir(parent: Path, name: str | None, resume: str) -> Path:
 
 
 def safe_name(text: str, limit: int = 100) -> str:
-    """`text` as a folder name on any file system."""
-    return re.sub(r"[^\w.=,+-]+", "_", text)[:limit].strip("_.")
+    """`text` as a folder name on any file system, which a command line may give as a value without quotes."""
+    return re.sub(r"[^\w.+-]+", "_", text)[:limit].strip("_.")
 
 
 def versions() -> dict[str, str]:

@@ -59,7 +59,7 @@ def test_a_streaming_run_is_decoded_in_chunks_by_every_search_of_its_head(tmp_pa
         found = []
         for more in ([], ["encoder.streaming=true"]):
             decode(run, "--method", method, "data.sets=[test]", *chunks, *more)
-            name = f"test-{method},chunk_size=4,left_chunks=1{',streaming=True' if more else ''}-iter-2-avg-1"
+            name = f"test-{method}_chunk_size_4_left_chunks_1{'_streaming_True' if more else ''}-iter-2-avg-1"
             found.append((run / "decode" / name / "recogs.txt").read_text())
         assert found[0] == found[1]
     assert "encoder.chunks=4" in said(run, "encoder.chunks=4")

@@ -10,6 +10,7 @@ from tests.commands.tiny import (
     ROOT,
     assert_same_state,
     command,
+    decode,
     finish,
     last_checkpoint,
     read_json,
@@ -22,8 +23,8 @@ from tests.commands.tiny import (
 def sweep(tmp_path_factory, digits):
     """Three jobs over the seed, of which the second cannot write its checkpoints; the folder and the outcome."""
     place = tmp_path_factory.mktemp("sweep")
-    (place / "out" / "001_seed=2").mkdir(parents=True)
-    (place / "out" / "001_seed=2" / "checkpoints").write_text("a file where a folder is wanted")
+    (place / "out" / "001_seed_2").mkdir(parents=True)
+    (place / "out" / "001_seed_2" / "checkpoints").write_text("a file where a folder is wanted")
     done = command("train.py", "-m", *MODEL, *digits, "seed=1,2,3", "trainer.max_epochs=1", "run_dir=out", cwd=place)
     return place, done
 
@@ -31,22 +32,23 @@ def sweep(tmp_path_factory, digits):
 def test_a_failing_job_shows_in_the_exit_code_and_does_not_stop_the_others(sweep):
     place, done = sweep
     assert done.returncode != 0
-    assert sorted(path.name for path in (place / "out").iterdir()) == ["000_seed=1", "001_seed=2", "002_seed=3"]
+    assert sorted(path.name for path in (place / "out").iterdir()) == ["000_seed_1", "001_seed_2", "002_seed_3"]
+    decode(place / "out" / "000_seed_1")  # its name needs no quotes on a command line
     states = {path.name: read_json(path / "train.json")["status"] for path in (place / "out").iterdir()}
-    assert states == {"000_seed=1": "finished", "001_seed=2": "failed", "002_seed=3": "finished"}
-    assert "checkpoints" in read_json(place / "out" / "001_seed=2" / "train.json")["error"]
+    assert states == {"000_seed_1": "finished", "001_seed_2": "failed", "002_seed_3": "finished"}
+    assert "checkpoints" in read_json(place / "out" / "001_seed_2" / "train.json")["error"]
 
 
 def test_each_log_holds_its_own_lines_and_the_failing_one_its_traceback(sweep):
     place, _ = sweep
-    for name in ("000_seed=1", "001_seed=2", "002_seed=3"):
+    for name in ("000_seed_1", "001_seed_2", "002_seed_3"):
         log = (place / "out" / name / "train.log").read_text()
         assert log.count("run folder") == 1 and f"run folder out/{name} " in log
         assert "#1" not in log and "Launching" not in log, "lines of the launcher belong to no job"
-        assert ("Traceback" in log) == (name == "001_seed=2")
-        if name != "001_seed=2":
+        assert ("Traceback" in log) == (name == "001_seed_2")
+        if name != "001_seed_2":
             assert "decode with:" in log.splitlines()[-1]
-    failed = (place / "out" / "001_seed=2" / "train.log").read_text()
+    failed = (place / "out" / "001_seed_2" / "train.log").read_text()
     assert "Error" in failed and "checkpoint.py" in failed
 
 
@@ -54,7 +56,7 @@ def test_each_log_holds_its_own_lines_and_the_failing_one_its_traceback(sweep):
 def test_a_job_ends_with_the_same_bits_as_the_run_alone(sweep, seed, digits, tmp_path):
     place, _ = sweep
     alone = train(*digits, f"seed={seed}", "trainer.max_epochs=1", run_dir=tmp_path / "alone")
-    (job,) = (place / "out").glob(f"*_seed={seed}")
+    (job,) = (place / "out").glob(f"*_seed_{seed}")
     assert_same_state(last_checkpoint(job), last_checkpoint(alone))
 
 
@@ -71,7 +73,7 @@ def test_without_a_run_dir_the_jobs_lie_beside_the_description_of_the_sweep(tmp_
     )
     assert done.returncode != 0 and "precision='fp61'" in done.stderr
     (folder,) = (tmp_path / "runs" / "sweeps").iterdir()
-    names = ["000_precision=fp32", "001_precision=fp61", "002_precision=amp_bf16", "multirun.yaml"]
+    names = ["000_precision_fp32", "001_precision_fp61", "002_precision_amp_bf16", "multirun.yaml"]
     assert sorted(path.name for path in folder.iterdir()) == names
     states = [read_json(folder / name / "train.json")["status"] for name in names[:3]]
     assert states == ["finished", "failed", "finished"]
@@ -85,7 +87,7 @@ def test_a_sweep_over_a_group_is_named_by_its_choices(tmp_path, digits):
         cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["000_tokenizer=word", "001_tokenizer=char"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["000_tokenizer_word", "001_tokenizer_char"]
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ def test_a_used_folder_is_continued_or_refused_as_asked(tmp_path):
 
 
 def test_names_of_folders_are_safe():
-    assert safe_name("optim.lr=1e-3,seed=2") == "optim.lr=1e-3,seed=2"
+    assert safe_name("optim.lr=1e-3,seed=2") == "optim.lr_1e-3_seed_2"
     assert "/" not in safe_name("数据 集/[a]#b") and "数据" in safe_name("数据 集/[a]#b")
     assert len(safe_name("x" * 500)) == 100 and safe_name("../..") == ""
 
