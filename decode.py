@@ -158,5 +158,5 @@ def flags_to_overrides(arguments: list[str]) -> list[str]:
 if __name__ == "__main__":
     sys.argv[1:] = flags_to_overrides(sys.argv[1:])
     with report_errors():
-        check_overrides(sys.argv[1:], DecodeSettings)
+        check_overrides(sys.argv[1:], DecodeSettings, "decode")
     main()

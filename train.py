@@ -178,5 +178,5 @@ def record_failure(run_dir: Path, name: str, error: BaseException) -> None:
 
 if __name__ == "__main__":
     with report_errors():
-        check_overrides(sys.argv[1:], TrainSettings)
+        check_overrides(sys.argv[1:], TrainSettings, "train")
     main()

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
 from typing import Any
 
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -26,8 +29,7 @@ class ConfigError(ValueError):
         self.faults = faults
 
 
-# Groups that stand in no defaults list and come with a plus, as in +experiment=NAME.
-ADDED_GROUPS = ("experiment", "debug")
+CONF = Path(__file__).resolve().parents[1] / "conf"
 
 # What build passes to a part itself, so YAML need not (and must not) give it.
 PASSED_BY_BUILD = {
@@ -66,30 +68,56 @@ def check(cfg: DictConfig, schema: type = TrainSettings) -> Any:
     return settings
 
 
-def check_overrides(overrides: list[str], schema: type) -> None:
-    """Find misspelt keys among command line overrides before anything heavy is imported; all are told at once.
+def check_overrides(overrides: list[str], schema: type, config: str) -> None:
+    """Find misspelt keys among the command line's overrides of conf/`config`.yaml before anything heavy is imported.
 
-    Overrides of groups and of the arguments of parts pass, as do those with a prefix: Hydra and `check` see to them.
-    Raises ConfigError.
+    Where there are any, values of a wrong kind among the others are told with them. Overrides with a prefix pass:
+    Hydra and `check` see to them. Raises ConfigError.
     """
-    faults = []
-    for override in overrides:
-        key, equals, value = override.partition("=")
-        if equals and re.fullmatch(r"[A-Za-z_][\w.]*", key) and key.partition(".")[0] not in ("hydra", *ADDED_GROUPS):
-            faults += _unknown_key(key, value, schema)
-    if faults:
-        raise ConfigError(faults)
+    groups = [path.name for path in CONF.iterdir() if path.is_dir()]
+    chosen = [word for word in overrides if re.match(rf"\+?({'|'.join(groups)})=", word)]
+    plain = [word for word in overrides if re.match(r"(?!hydra\b)[A-Za-z_][\w.]*=", word) and word not in chosen]
+    misspelt = {word: fault for word in plain for fault in _unknown_key(word, schema())}
+    parts = _composed(config, chosen)
+    if parts is not None:
+        misspelt |= {word: fault for word in plain for fault in _unknown_key(word, parts) if word not in misspelt}
+    if misspelt:
+        others = [word for word in overrides if word not in misspelt]
+        raise ConfigError([*misspelt.values(), *_wrong_values(config, others, schema)])
 
 
-def _unknown_key(key: str, value: str, schema: Any) -> list[str]:
-    node = schema()
-    for part in key.split("."):
-        if not dataclasses.is_dataclass(node):
-            break
-        known = [f.name for f in dataclasses.fields(node)]
+def _composed(config: str, overrides: list[str]) -> DictConfig | None:
+    """The configuration with these overrides; None for what Hydra refuses, such as a sweep."""
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            return compose(config, overrides)
+    except HydraException:
+        return None
+
+
+def _wrong_values(config: str, overrides: list[str], schema: type) -> list[str]:
+    """Faults of the other overrides that show without a look at the parts, for which torch would be imported."""
+    cfg = _composed(config, [word for word in overrides if "=" in word and not word.startswith(("-", "hydra"))])
+    faults: list[str] = []
+    if cfg is not None:
+        plain = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=False)
+        assert isinstance(plain, dict)
+        _fill(schema, plain, "", faults)
+    return faults
+
+
+def _unknown_key(override: str, node: Any) -> list[str]:
+    """The fault of a dotted key that `node`, a dataclass or a configuration, does not have, if it has any."""
+    for part in override.partition("=")[0].split("."):
+        if dataclasses.is_dataclass(node):
+            known = [f.name for f in dataclasses.fields(node)]
+        elif isinstance(node, DictConfig) and len(node):
+            known = [str(name) for name in node]
+        else:
+            return []
         if part not in known:
-            return [f"{key}={value}: no such key as {part}{nearest(part, known)}"]
-        node = getattr(node, part)
+            return [f"{override}: no such key as {part}{nearest(part, known)}"]
+        node = OmegaConf.select(node, part) if isinstance(node, DictConfig) else getattr(node, part)
     return []
 
 

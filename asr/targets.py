@@ -30,7 +30,7 @@ def nearest(key: str, allowed: Iterable[str]) -> str:
     """The end of a message about an unknown key: the most similar allowed one, or all of them."""
     names = sorted(allowed)
     close = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else f"; known keys: {', '.join(names)}"
+    return f"; did you mean {close[0]}?" if close else f"; known keys: {', '.join(names) or 'none'}"
 
 
 def target_faults(place: str, node: dict, passed: Collection[str] = ()) -> list[str]:

@@ -44,5 +44,5 @@ def prepare(settings: TrainSettings) -> None:
 
 if __name__ == "__main__":
     with report_errors():
-        check_overrides(sys.argv[1:], TrainSettings)
+        check_overrides(sys.argv[1:], TrainSettings, "train")
     main()

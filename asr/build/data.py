@@ -124,6 +124,8 @@ def build_train_data(
             shuffle=training, seed=seed, rank=world.rank, world_size=world.size, pin_memory=gpu,
         )  # fmt: skip
 
+    if data.limit:
+        log.warning("data.limit=%d: dev is these training utterances too; decode.py takes the real one", data.limit)
     dev = kept if data.limit else PackedCuts(Manifest(splits["dev"]))
     log.info("training on %d utterances, the longest of %.1f s; dev %d", len(kept), max(kept.durations), len(dev))
     return TrainData(loader(kept, settings.seed, tuple(augments), True), loader(dev, 0, (), False), len(kept), filtered)

@@ -226,7 +226,8 @@ def _check_chunks(
     if not causal and (chunk_size is not None or chunk_probability > 0):
         raise ValueError(
             f"encoder.chunk_size={chunk_size}, encoder.chunk_probability={chunk_probability}: chunks need "
-            "encoder.causal=true, in training too: convolutions that look ahead would leave every chunk"
+            "encoder.causal=true, in training too, as in encoder=conformer_u2pp: convolutions that look ahead would "
+            "leave every chunk"
         )
 
 

@@ -79,7 +79,7 @@ class RelativeSelfAttention(nn.Module):
     def __init__(self, dim: int, num_heads: int, dropout: float = 0.0, scale: str = "query", shift: bool = True):
         super().__init__()
         if dim % num_heads:
-            raise ValueError(f"width {dim} is not a multiple of num_heads {num_heads}")
+            raise ValueError(f"num_heads={num_heads}: must divide the width (output_dim) of {dim}")
         if scale not in SCALES:
             raise ValueError(f"attention scale {scale!r} is none of {', '.join(SCALES)}")
         self.num_heads = num_heads

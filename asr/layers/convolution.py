@@ -27,7 +27,7 @@ class ConvolutionModule(nn.Module):
     ):
         super().__init__()
         if kernel_size % 2 == 0 and not causal:
-            raise ValueError(f"kernel_size {kernel_size} must be odd, so that a frame stands in its middle")
+            raise ValueError(f"kernel_size={kernel_size}: must be odd, so that a frame stands in its middle")
         if norm not in NORMS:
             raise ValueError(f"conv_norm {norm!r} is none of {', '.join(NORMS)}")
         self.causal = causal

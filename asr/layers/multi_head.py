@@ -39,7 +39,7 @@ class MultiHead(nn.Module):
     def __init__(self, dim: int, num_heads: int, key_bias: bool):
         super().__init__()
         if dim % num_heads:
-            raise ValueError(f"width {dim} is not a multiple of num_heads {num_heads}")
+            raise ValueError(f"num_heads={num_heads}: must divide the width (output_dim) of {dim}")
         self.num_heads = num_heads
         self.head_dim = dim // num_heads
         self.query = nn.Linear(dim, dim)

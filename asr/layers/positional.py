@@ -21,7 +21,7 @@ class RelativePositionalEncoding(nn.Module):
     def __init__(self, dim: int, scale_input: bool = False):
         super().__init__()
         if dim % 2:
-            raise ValueError(f"positions need an even width, got {dim}")
+            raise ValueError(f"positions need an even width, got output_dim {dim}")
         self.dim = dim
         self.input_scale = math.sqrt(dim) if scale_input else 1.0
         # A plain attribute: a buffer would be rounded by module.to(torch.bfloat16).

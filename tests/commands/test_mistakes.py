@@ -17,6 +17,12 @@ OWN = ["data=custom", "data.prepared_dir=prepared", *MODEL]
         (["device=cuda:77"], "device=cuda:77"),
         (["+encoder.num_layer=3"], "did you mean num_layers?"),
         (
+            ["optim.lrr=1", "data.limt=3", "precision=fp8", "encoder=conformer_s"],
+            "3 faults in the configuration:\n  - data.limt=3: no such key as limt; did you mean limit?\n"
+            "  - optim.lrr=1: no such key as lrr; did you mean lr?\n  - precision='fp8': ",
+        ),
+        (["-m", "encoder.kernal_size=3,5"], "did you mean kernel_size?"),
+        (
             ["data.train=nowhere.tsv", "data=custom", "encoder=zipformer_s", "encoder.dims=[32,48]"],
             "encoder.dims=[32, 48]",
         ),

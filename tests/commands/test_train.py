@@ -83,7 +83,7 @@ def test_special_characters_in_data_paths(tmp_path, workplace):
     overrides += ["trainer.max_steps=1", "trainer.max_epochs=1"]
     done = command("train.py", *MODEL, *overrides, f"name='{strange}'", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    (run,) = (tmp_path / "runs" / "数据_集,1=_a_b").iterdir()
+    (run,) = (tmp_path / "runs" / "数据_集_1_a_b").iterdir()
     done = command("decode.py", f"run_dir='{run}'", "data.num_workers=0", "data.sets=[test_single]", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     both = f"data.corpus.corpus_dir='{tmp_path}/{strange}','{tmp_path}/{strange}/'"

@@ -83,7 +83,7 @@ def test_a_share_of_training_batches_is_seen_in_chunks_and_evaluation_is_not():
     [
         ({"causal": False, "kernel_size": 7, "chunk_size": 8}, r"encoder\.causal=true"),
         ({"causal": False, "kernel_size": 7, "chunk_probability": 0.5}, r"encoder\.causal=true"),
-        ({"causal": False, "kernel_size": 8}, "kernel_size 8 must be odd"),
+        ({"causal": False, "kernel_size": 8}, "kernel_size=8: must be odd"),
         ({"chunk_size": 0}, r"encoder\.chunk_size=0"),
         ({"left_chunks": -1}, r"encoder\.left_chunks=-1"),
         ({"streaming": True}, r"give encoder\.chunk_size"),

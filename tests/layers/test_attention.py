@@ -184,7 +184,7 @@ def test_masked_frames_do_not_matter():
 
 
 def test_wrong_arguments_are_named():
-    with pytest.raises(ValueError, match="num_heads 3"):
+    with pytest.raises(ValueError, match="num_heads=3"):
         RelativeSelfAttention(8, 3)
     with pytest.raises(ValueError, match=r"'keys' is none of query, scores"):
         RelativeSelfAttention(8, 2, scale="keys")

@@ -118,7 +118,7 @@ def test_frames_of_zeros_precede_the_first_one_of_a_causal_module():
 
 
 def test_wrong_arguments_are_named():
-    with pytest.raises(ValueError, match="kernel_size 30 must be odd"):
+    with pytest.raises(ValueError, match="kernel_size=30: must be odd"):
         ConvolutionModule(8, 30)
     with pytest.raises(ValueError, match="'group_norm' is none of batch_norm, layer_norm"):
         ConvolutionModule(8, 31, norm="group_norm")

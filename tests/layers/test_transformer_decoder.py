@@ -108,5 +108,5 @@ def test_recomputing_for_the_gradients_changes_neither_them_nor_the_dropout(deco
 def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match="attention 'fast' is none of full, linear"):
         make(attention="fast")
-    with pytest.raises(ValueError, match="num_heads 3"):
+    with pytest.raises(ValueError, match="num_heads=3"):
         FullCrossAttention(8, 3)

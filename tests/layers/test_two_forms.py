@@ -296,5 +296,5 @@ def test_bf16_parameters_run_in_both_forms(kind):
 def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match=r"dropout 0\.1: linear attention has no weights"):
         LinearSelfAttention(8, 2, dropout=0.1)
-    with pytest.raises(ValueError, match="num_heads 3"):
+    with pytest.raises(ValueError, match="num_heads=3"):
         LinearCrossAttention(8, 3)
