@@ -51,6 +51,8 @@ def run(settings: TrainSettings) -> None:
     except BaseException as error:
         if run_dir and world.is_main:
             record_failure(run_dir, settings.name, error)
+            if isinstance(error, KeyboardInterrupt):
+                log.info("the same command with run_dir=%s goes on from its last checkpoint, if it has one", run_dir)
         raise
     finally:
         stop_logging()

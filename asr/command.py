@@ -63,7 +63,7 @@ def report_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         if in_sweep() or os.environ.get("ASR_TRACEBACK"):
             raise
-        print("interrupted; the same command with the same run_dir goes on from the last checkpoint", file=sys.stderr)
+        print("interrupted", file=sys.stderr)
         sys.exit(130)
     except (ValueError, OSError, RuntimeError) as error:
         if in_sweep() or os.environ.get("ASR_TRACEBACK") or not _is_told(error):

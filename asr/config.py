@@ -86,11 +86,16 @@ def check_overrides(overrides: list[str], schema: type, config: str) -> None:
         raise ConfigError([*misspelt.values(), *_wrong_values(config, others, schema)])
 
 
+def composed(config: str, overrides: list[str]) -> DictConfig:
+    """conf/`config`.yaml with these overrides, outside of a command of Hydra's. Raises HydraException."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose(config, overrides)
+
+
 def _composed(config: str, overrides: list[str]) -> DictConfig | None:
     """The configuration with these overrides; None for what Hydra refuses, such as a sweep."""
     try:
-        with initialize_config_dir(str(CONF), version_base="1.3"):
-            return compose(config, overrides)
+        return composed(config, overrides)
     except HydraException:
         return None
 

@@ -29,8 +29,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from asr.command import report_errors
 
-ROOT = Path(__file__).resolve().parents[1]
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -167,15 +165,13 @@ class Patient:
 
 def settings_of(overrides: list[str], saved: dict[str, Any] | None) -> Any:
     """Checked settings: those of a saved run with changes, or those that train.py would take from the same words."""
-    from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
 
-    from asr.config import check
+    from asr.config import check, composed
 
     if saved is not None and not any(word.startswith("+experiment=") for word in overrides):
         return check(OmegaConf.merge(OmegaConf.create(saved), OmegaConf.from_dotlist(overrides)))
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return check(compose("train", overrides))
+    return check(composed("train", overrides))
 
 
 def taken_out(words: list[str], own: dict[str, str | None]) -> tuple[list[str], dict[str, str | None]]:

@@ -89,13 +89,11 @@ def convert(reader: Any, arguments: argparse.Namespace) -> None:
 
 def settings_with(sections: dict[str, Any]) -> Any:
     """conf/train.yaml with these sections in it, checked; one with a `_target_` replaces the default one whole."""
-    from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf, open_dict
 
-    from asr.config import check
+    from asr.config import check, composed
 
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("train")
+    cfg = composed("train", [])
     with open_dict(cfg):
         for key, section in sections.items():
             whole = isinstance(section, dict) and "_target_" in section

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from asr.build.data import prepared_folder
 from asr.build.objects import make
-from asr.config import PASSED_BY_BUILD, ConfigError, check
+from asr.config import CONF, PASSED_BY_BUILD, ConfigError, check
 from asr.data.corpus import prepared_splits, write_prepared
 from asr.data.cuts import load_cuts
 from asr.data.dataset import SpeechDataset
@@ -23,8 +23,6 @@ from asr.text.normalise import Normaliser
 from asr.text.tokenizer import Tokenizer
 from asr.training.run_folder import safe_name
 from asr.types import Hypothesis
-
-CONF = Path(__file__).resolve().parents[2] / "conf"
 
 
 def settings_of_run(checkpoint: dict[str, Any], encoder: dict[str, Any] | None = None) -> TrainSettings:

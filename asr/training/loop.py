@@ -174,7 +174,7 @@ class Trainer:
     def _step(self, group: list[Batch]) -> None:
         progress = self.progress
         for batch in group:
-            self.skipped_items.take(batch.skipped)
+            self.skipped_items.take((item.id, item.reason) for item in batch.skipped)
         progress.step += 1
         lr = apply_schedule(self.optimizer, self.schedule, progress.step, progress.epoch)
         set_batch_count(self.model, progress.step * self.reference_batches)

@@ -180,8 +180,8 @@ class SkippedItems:
     def __init__(self) -> None:
         self.seen: dict[str, str] = {}
 
-    def take(self, skipped: Iterable[tuple[str, ...]]) -> None:
-        for utterance, reason, *_ in skipped:
+    def take(self, skipped: Iterable[tuple[str, str]]) -> None:
+        for utterance, reason in skipped:
             if utterance not in self.seen:
                 log.warning("skipped %s: %s", utterance, reason)
                 self.seen[utterance] = reason

@@ -9,12 +9,9 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import yaml
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def common_options(parser: argparse.ArgumentParser, batch: int) -> None:
@@ -34,19 +31,17 @@ def lattice_options(parser: argparse.ArgumentParser) -> None:
 
 def composed(overrides: list[str]) -> Any:
     """Checked settings of conf/train.yaml with these overrides."""
-    from hydra import compose, initialize_config_dir
+    from asr import config
 
-    from asr.config import check
-
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return check(compose("train", overrides))
+    return config.check(config.composed("train", overrides))
 
 
 def search_override(head: str) -> list[str]:
     """The override by which the head's own search takes the place of the default one."""
+    from asr.config import CONF
     from asr.rules import searches_of
 
-    path = ROOT / "conf" / "head" / f"{head}.yaml"
+    path = CONF / "head" / f"{head}.yaml"
     searches = searches_of(yaml.safe_load(path.read_text(encoding="utf-8"))) if path.is_file() else ()
     return [f"search={searches[0]}"] if searches else []
 

@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from scripts.benches.measuring import (
@@ -20,8 +19,6 @@ from scripts.benches.measuring import (
     search_override,
     tell,
 )
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def train_step_options(parser: argparse.ArgumentParser) -> None:

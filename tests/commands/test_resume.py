@@ -22,6 +22,19 @@ from tests.commands.tiny import (
 )
 
 
+def test_interrupted_by_hand_it_says_how_to_go_on(tmp_path, digits):
+    run = tmp_path / "run"
+    settings = [*digits, "trainer.max_epochs=500", f"run_dir={run}"]
+    process = spawn(sys.executable, ROOT / "train.py", *MODEL, *settings, cwd=tmp_path)
+    while not (run / "checkpoints" / "epoch-1.pt").exists():
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in err and err.endswith("interrupted\n")
+    assert f"the same command with run_dir={run} goes on" in (run / "train.log").read_text()
+
+
 def test_killed_in_mid_epoch_the_same_command_ends_with_the_same_bits(tmp_path, workplace, digits):
     settings = [
         *digits_data(workplace / "digits", workplace / "prepared24", train_strings=24), "data.max_duration=6",
