@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from asr.layers.convolve import convolve
 from asr.layers.dropout import Dropout
 from asr.layers.masks import length_mask, zero_padding
 from asr.layers.norm import MaskedBatchNorm
@@ -181,7 +182,7 @@ class ConvolutionNorm(nn.Module):
         # As an image of height 1, which is channels-last in memory as it is: see the Conformer's convolution module.
         image = x.transpose(1, 2).unsqueeze(2)
         padding, stride = (0, kernel_size // 2), (1, self.stride)
-        image = F.conv2d(image, conv.weight.unsqueeze(2), stride=stride, padding=padding, groups=conv.groups)
+        image = convolve(image, conv.weight.unsqueeze(2), None, stride, padding, conv.groups)
         x = image.squeeze(2).transpose(1, 2)
         if dilation > 1:
             x = x.unflatten(0, (-1, dilation)).transpose(1, 2).flatten(1, 2)[:, :num_frames]

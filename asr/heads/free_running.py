@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from asr.layers.adversary import Adversary
+from asr.layers.convolve import Conv1d
 from asr.layers.masks import length_mask, zero_padding
 from asr.layers.schedule import PiecewiseLinear, Scheduled
 from asr.losses.optimal_completion import optimal_completion_loss
@@ -185,8 +186,8 @@ class Discriminator(Adversary):
 
     def __init__(self, dim: int, hidden_dim: int, lr: float):
         super().__init__(lr)
-        self.conv1 = nn.Conv1d(dim, hidden_dim, 5, padding=2)
-        self.conv2 = nn.Conv1d(hidden_dim, hidden_dim, 5, padding=2)
+        self.conv1 = Conv1d(dim, hidden_dim, 5, padding=2)
+        self.conv2 = Conv1d(hidden_dim, hidden_dim, 5, padding=2)
         self.output = nn.Linear(hidden_dim, 1)
 
     def forward(self, states_BUD: Tensor, lens_B: Tensor) -> Tensor:

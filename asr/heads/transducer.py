@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from asr.heads.head import Head, check_tokens
+from asr.layers.convolve import Conv1d
 from asr.layers.masks import length_mask, zero_padding
 from asr.losses.full_rnnt import full_loss
 from asr.losses.lattice import Topology
@@ -134,7 +135,7 @@ class StatelessDecoder(nn.Module):
         self.blank_id = blank_id
         self.embedding = nn.Embedding(vocab_size, dim)
         if context_size > 1:
-            self.conv = nn.Conv1d(dim, dim, context_size, groups=dim // GROUP_SIZE, bias=False)
+            self.conv = Conv1d(dim, dim, context_size, groups=dim // GROUP_SIZE, bias=False)
 
     def forward(self, tokens_BU: Tensor) -> Tensor:
         """(B, U + 1, D): after none, one, ..., all of the tokens (B, U)."""

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from asr.layers.convolve import convolve
 from asr.layers.dropout import Dropout
 from asr.layers.masks import zero_padding
 from asr.layers.norm import MaskedBatchNorm
@@ -82,5 +83,5 @@ def convolve_depthwise(frames_BTD: Tensor, convolution: nn.Conv1d) -> Tensor:
     image = frames_BTD.transpose(1, 2).unsqueeze(2)
     weight = convolution.weight.unsqueeze(2)
     padding = int(convolution.padding[0])
-    image = F.conv2d(image, weight, convolution.bias, padding=(0, padding), groups=convolution.groups)
+    image = convolve(image, weight, convolution.bias, padding=(0, padding), groups=convolution.groups)
     return image.squeeze(2).transpose(1, 2)

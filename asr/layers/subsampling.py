@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from asr.layers.convolve import Conv2d
 from asr.layers.masks import length_mask, zero_padding
 
 FACTORS = (2, 4, 8)
@@ -30,9 +31,9 @@ class ConvSubsampling(nn.Module):
         if input_dim < self.min_frames:
             raise ValueError(f"subsampling needs at least {self.min_frames} mel bins, got {input_dim}")
         self.factor = factor
-        self.conv1 = nn.Conv2d(1, channels, 3, stride=2)
-        self.conv2 = nn.Conv2d(channels, channels, 3, stride=min(2, factor // 2))
-        self.conv3 = nn.Conv2d(channels, channels, 3, stride=2) if factor == 8 else None
+        self.conv1 = Conv2d(1, channels, 3, stride=2)
+        self.conv2 = Conv2d(channels, channels, 3, stride=min(2, factor // 2))
+        self.conv3 = Conv2d(channels, channels, 3, stride=2) if factor == 8 else None
         self.project = nn.Linear(channels * self._output_size(input_dim), output_dim)
         # About half the time of the default layout on a CPU, and what tensor cores want.
         self.to(memory_format=torch.channels_last)

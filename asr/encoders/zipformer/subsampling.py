@@ -15,6 +15,7 @@ from asr.encoders.zipformer.dropout import ChannelDropout, Skip, add_kept
 from asr.encoders.zipformer.linear import scaled_linear
 from asr.encoders.zipformer.norm import BiasNorm
 from asr.encoders.zipformer.whiten import Whiten
+from asr.layers.convolve import Conv2d
 from asr.layers.masks import length_mask, zero_padding
 from asr.layers.schedule import PiecewiseLinear, Schedulable
 
@@ -37,11 +38,11 @@ class ConvNeXtSubsampling(nn.Module):
         super().__init__()
         self.mask_padding = mask_padding
         first, second, third = channels
-        self.conv1 = nn.Conv2d(1, first, 3, padding=(0, 1))
+        self.conv1 = Conv2d(1, first, 3, padding=(0, 1))
         self.balance1 = Balancer(max_abs=1.0)
-        self.conv2 = nn.Conv2d(first, second, 3, stride=2)
+        self.conv2 = Conv2d(first, second, 3, stride=2)
         self.balance2 = Balancer(max_abs=4.0)
-        self.conv3 = nn.Conv2d(second, third, 3, stride=(1, 2))
+        self.conv3 = Conv2d(second, third, 3, stride=(1, 2))
         self.balance3 = Balancer(max_abs=4.0)
         self.convnext = ConvNeXt(third)
         self.project = nn.Linear(third * (((input_dim - 1) // 2 - 1) // 2), output_dim)
@@ -82,7 +83,7 @@ class ConvNeXt(nn.Module):
 
     def __init__(self, channels: int):
         super().__init__()
-        self.depthwise = nn.Conv2d(channels, channels, 7, padding=3, groups=channels)
+        self.depthwise = Conv2d(channels, channels, 7, padding=3, groups=channels)
         self.expand = nn.Linear(channels, 3 * channels)
         self.balance_hidden = Balancer(0.3, 1.0, 0.75, 5.0)
         self.contract = scaled_linear(3 * channels, channels, 0.01)
