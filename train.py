@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,12 +32,12 @@ def main(cfg: DictConfig) -> None:
         except ConfigError as error:
             if in_sweep():  # the others go on; this one is found among them as a failed run
                 place = job_place(str(cfg.get("name")), cfg.get("run_dir"))
-                fail(open_run_dir(*place, resume="auto"), str(cfg.get("name")), error)
+                fail(open_run_dir(*place, resume="auto"), cfg, error)
             raise
-        run(settings)
+        run(settings, cfg)
 
 
-def run(settings: TrainSettings) -> None:
+def run(settings: TrainSettings, cfg: DictConfig) -> None:
     """Find the run's folder and its place among other processes, train, and record how it ended."""
     from asr.training.distributed import connect, disconnect, share
     from asr.training.monitor import start_logging, stop_logging
@@ -50,7 +51,7 @@ def run(settings: TrainSettings) -> None:
         train(settings, run_dir, world, device)
     except BaseException as error:
         if run_dir and world.is_main:
-            record_failure(run_dir, settings.name, error)
+            record_failure(run_dir, cfg, error)
             if isinstance(error, KeyboardInterrupt):
                 log.info("the same command with run_dir=%s goes on from its last checkpoint, if it has one", run_dir)
         raise
@@ -161,21 +162,28 @@ def train(settings: TrainSettings, run_dir: Path, world: World, device: Any) -> 
     log.info("decode with: python decode.py run_dir=%s avg=%d", run_dir, max(1, min(5, progress.epoch - 1)))
 
 
-def fail(run_dir: Path, name: str, error: BaseException) -> None:
+def fail(run_dir: Path, cfg: DictConfig, error: BaseException) -> None:
     """Record the failure of a run that did not begin."""
     from asr.training.monitor import start_logging, stop_logging
 
     start_logging(run_dir)
-    record_failure(run_dir, name, error)
+    record_failure(run_dir, cfg, error)
     stop_logging()
 
 
-def record_failure(run_dir: Path, name: str, error: BaseException) -> None:
-    """Leave the traceback in the run's own log and mark the run as failed for the report."""
+def record_failure(run_dir: Path, cfg: DictConfig, error: BaseException) -> None:
+    """Leave the traceback in the run's own log, and for the report the configuration and a mark of the failure."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     log.error("the run failed: %s", error, exc_info=error, extra={"only_in_file": True})
     path = run_dir / "train.json"
-    record = json.loads(path.read_text()) if path.exists() else {"name": name}
+    record = json.loads(path.read_text()) if path.exists() else {"name": str(cfg.get("name"))}
     write_json({**record, "status": "failed", "error": f"{type(error).__name__}: {error}"}, path)
+    if not (run_dir / "config.yaml").exists():  # it failed before the settings were stored
+        with suppress(OmegaConfBaseException):
+            OmegaConf.resolve(cfg)
+        OmegaConf.save(cfg, run_dir / "config.yaml")
 
 
 if __name__ == "__main__":

@@ -66,6 +66,9 @@ def _part_faults(settings: TrainSettings) -> list[str]:
         for place, mode in by_place(settings.init).items()
         if mode is not None and mode not in modes
     ]
+    lr = settings.optim.get("lr")
+    if lr is not None and not (isinstance(lr, (int, float)) and lr > 0):
+        faults.append(f"optim.lr={lr}: a learning rate above 0 is expected")
     faults += [
         f"lr_scale.{place}={scale!r}: a factor above 0 is expected; freeze=[{place}] keeps a part as it is"
         for place, scale in by_place(settings.lr_scale).items()

@@ -50,7 +50,7 @@ def faults_of(*overrides: str) -> list[str]:
 def test_the_default_and_every_key_of_the_schema_can_be_overridden_as_documented():
     cfg = compose_train()
     settings = check(cfg)
-    assert settings.name == "demo"
+    assert settings.name == "demo" and check(compose_train("data=custom", "data.train=my.tsv")).name == "custom"
     for group, of in (("trainer", settings.trainer), ("data", settings.data)):
         own = vars(of).keys() - ({"train", "dev", "test"} if group == "data" else set())
         assert own <= cfg[group].keys(), "a key that is in no YAML needs a plus on the command line"
@@ -128,6 +128,7 @@ def test_all_faults_are_told_at_once_with_key_value_allowed_and_nearest_key():
         (["data.num_workers=-1"], r"^data.num_workers=-1: must be 0 or more"),
         (["resume=maybe"], r"^resume='maybe': .*auto, true, false"),
         (["init_mode=xavier"], r"^init_mode='xavier': .*xavier_uniform"),
+        (["optim.lr=-1"], r"^optim.lr=-1: a learning rate above 0"),
         (["lr_scale.encoder=0"], r"^lr_scale.encoder=0: a factor above 0 .* freeze=\[encoder\]"),
         (["init_from.run_dir=a", "init_from.checkpoint=b"], r"^init_from.checkpoint=b: give it or init_from.run_dir"),
         (["init_from.exclude=[head]"], r"^init_from.run_dir: include and exclude are of a run"),

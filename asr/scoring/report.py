@@ -95,7 +95,9 @@ def training_table(groups: list[Group], loss: bool = False) -> str:
             label = group.label if shared or setting is None else f"{group.label} ({setting})"
             rows.append([label, *_rate_cells(group, sets, setting), *facts])
     named = " and ".join(sorted({RATES[unit] for unit in units.values()}, reverse=True)) or "WER"
-    caption = f"{named} in percent with its 95% interval; several seeds as mean ± standard deviation."
+    caption = (
+        f"{named} in percent with its 95% interval; of several seeds mean ± standard deviation and the mean's interval."
+    )
     return f"{_table(header, rows)}\n\n{caption}{f' Decoded with {shared}.' if shared else ''}"
 
 
@@ -229,7 +231,9 @@ def _rate_cell(results: list[dict[str, Any]], num_runs: int) -> str:
     if not results:
         return "-"
     if len(rates) > 1:
-        return f"{_spread(rates, format_rate)} (n={len(rates)})"
+        mean, deviation, half = _mean_and_interval(rates)
+        interval = f"[{max(0.0, mean - half):.2f}, {mean + half:.2f}]"
+        return f"{format_rate(mean)} ± {format_rate(deviation)} {interval} (n={len(rates)})"
     if not rates:
         return format_rate(None)
     interval = next((result.get(f"{key}_ci95") for result in results if result.get(key) is not None), None)
@@ -259,9 +263,15 @@ def _pooled_cell(losses: list[float], num_runs: int) -> str:
     missing = f" (n={len(losses)})" if len(losses) < num_runs else ""
     if len(losses) < 2:
         return f"{losses[0]:.2f}{missing}" if losses else "n/a"
-    mean, deviation = statistics.fmean(losses), statistics.stdev(losses)
-    half = _student_t(len(losses) - 1) * deviation / math.sqrt(len(losses))
+    mean, deviation, half = _mean_and_interval(losses)
     return f"{mean:.2f} ± {deviation:.2f} [{mean - half:.2f}, {mean + half:.2f}]{missing}"
+
+
+def _mean_and_interval(values: list[float]) -> tuple[float, float, float]:
+    """Mean, standard deviation, and half the width of the mean's 95% interval, by Student's t."""
+    deviation = statistics.stdev(values)
+    half = _student_t(len(values) - 1) * deviation / math.sqrt(len(values))
+    return statistics.fmean(values), deviation, half
 
 
 def _student_t(freedom: int) -> float:

@@ -1,6 +1,6 @@
 """A run's folder: made once, never shared by two runs, and holding all that the run leaves behind.
 
-config.yaml  overrides.txt  versions.json  train.log  train.json  metrics.jsonl
+config.yaml  versions.json  train.log  train.json  metrics.jsonl
 tokenizer/   data_report.json   checkpoints/   tensorboard/   pictures/   decode/
 """
 

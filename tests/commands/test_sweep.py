@@ -4,6 +4,7 @@ import sys
 from importlib.util import find_spec
 
 import pytest
+import yaml
 
 from tests.commands.tiny import (
     MODEL,
@@ -78,6 +79,7 @@ def test_without_a_run_dir_the_jobs_lie_beside_the_description_of_the_sweep(tmp_
     states = [read_json(folder / name / "train.json")["status"] for name in names[:3]]
     assert states == ["finished", "failed", "finished"]
     assert "precision='fp61'" in (folder / names[1] / "train.log").read_text()
+    assert yaml.safe_load((folder / names[1] / "config.yaml").read_text())["precision"] == "fp61", "for the report"
 
 
 def test_a_sweep_over_a_group_is_named_by_its_choices(tmp_path, digits):

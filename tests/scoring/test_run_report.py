@@ -108,7 +108,8 @@ def test_seeds_become_mean_and_spread(tmp_path):
     make_run(tmp_path / "sweep" / "fp32-1", {"seed": 1, "precision": "fp32"}, {f"test-{GREEDY}": 9})
     first, *_ = tables(make_report(find_runs([tmp_path / "sweep"]), by="precision", loss=True))
     assert [row[0] for row in first[1:]] == ["demo, precision=bf16 (3 runs)", "demo, precision=fp32"]
-    assert first[1][1] == f"13.00 ± {math.sqrt(13):.2f} (n=3)"
+    deviation, half = math.sqrt(13), 4.303 * math.sqrt(13 / 3)
+    assert first[1][1] == f"13.00 ± {deviation:.2f} [{13 - half:.2f}, {13 + half:.2f}] (n=3)"
     assert first[1][2] == "3 MiB"
     assert first[0][-2:] == ["train loss, epoch 1", "train loss, epoch 2"]
     assert first[1][-2:] == ["2.0000 ± 1.0000", "n/a"]

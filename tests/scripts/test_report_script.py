@@ -43,7 +43,7 @@ def test_writes_grouped_tables_and_a_picture(tmp_path):
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
     assert text.startswith("Made by `python scripts/report.py runs --by precision --loss --out RESULTS.md")
-    assert "| demo, precision=fp32 (2 runs) | 25.00 ± 35.36 (n=2) |" in text
+    assert "| demo, precision=fp32 (2 runs) | 25.00 ± 35.36 [0.00, 342.65] (n=2) |" in text
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
