@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import statistics
 from collections.abc import Callable
 from typing import Any
 
-from scripts.benches.measuring import in_process, median_seconds, now, prepared_device
+from scripts.benches.measuring import in_process, now, prepared_device
 
 # Seconds per sample that fast-transformers (2023-03, dropout off) took on 2 AMD EPYC cores, within 20%, by length; of
 # recurrent full attention with the memory of freed tensors kept in the process, as here.
@@ -104,27 +105,31 @@ def recurrent_options(parser: argparse.ArgumentParser) -> None:
 
 def bench_recurrent(arguments: argparse.Namespace, overrides: list[str]) -> None:
     """Seconds per sample and memory of a stack of Transformer layers, in parallel and step by step, as a table."""
-    print("| form | attention | batch | length | s per sample | MB | fast-transformers, s | ratio |")
-    print("|---|---|---|---|---|---|---|---|")
+    print(
+        "| form | attention | batch | length | s per sample | MB | formula, s | ratio | fast-transformers, s | ratio |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for form, attention, size in itertools.product(arguments.forms, arguments.attentions, arguments.batches):
         theirs = FAST_TRANSFORMERS.get((form, attention, size), {})
         for length in arguments.lengths:
-            seconds, megabytes = in_process(recurrent_cell, arguments, form, attention, size, length)
-            peer = theirs.get(length)
-            compared = f"{peer:g} | {seconds / peer:.2f}" if peer else "| "
-            cell = f"| {form} | {attention} | {size} | {length} | {seconds:.4f} | {megabytes:.0f} | {compared} |"
-            print(cell, flush=True)
+            seconds, by_formula, megabytes = in_process(recurrent_cell, arguments, form, attention, size, length)
+            compared = [
+                f"{other:.4g} | {seconds / other:.2f}" if other else "| " for other in (by_formula, theirs.get(length))
+            ]
+            cell = f"| {form} | {attention} | {size} | {length} | {seconds:.4f} | {megabytes:.0f} |"
+            print(cell, " | ".join(compared), "|", flush=True)
 
 
 def recurrent_cell(
     arguments: argparse.Namespace, form: str, attention: str, size: int, length: int
-) -> tuple[float, float]:
-    """Median seconds per sample, and the peak of the process's memory, or of the GPU's, in MB."""
+) -> tuple[float, float | None, float]:
+    """Median seconds per sample, those of the formula's steps, and the peak of memory in MB."""
     import torch
     from torch import nn
 
     from asr.layers.transformer_layer import TransformerLayer
     from asr.training.monitor import peak_memory_bytes
+    from scripts.benches.recurrent_formula import formula_step
 
     device = prepared_device(arguments)
     torch.manual_seed(0)
@@ -141,19 +146,33 @@ def recurrent_cell(
             x = layer(x, lens_B)
         return x
 
-    def stepwise() -> torch.Tensor:
-        states = [layer.self_attention.start(size, length) for layer in layers]
+    def stepwise(step: Callable[..., Any], start: Callable[[Any], Any]) -> torch.Tensor:
+        states = [start(layer) for layer in layers]
         outputs = []
         for x in x_BTD.unbind(1):
             for index, layer in enumerate(layers):
-                x, states[index] = layer.step(x, states[index])
+                x, states[index] = step(layer, x, states[index])
             outputs.append(x)
         return torch.stack(outputs, dim=1)
 
-    def work() -> None:
+    def ours() -> torch.Tensor:
+        return stepwise(TransformerLayer.step, lambda layer: layer.self_attention.start(size, length))
+
+    def formula() -> torch.Tensor:
+        return stepwise(formula_step, lambda layer: ())
+
+    def seconds_of(work: Callable[[], torch.Tensor]) -> float:
+        started = now(device)
         with torch.set_grad_enabled(form.startswith("training")):
-            outputs = parallel() if form in ("batch", "training") else stepwise()
+            outputs = work()
         if outputs.requires_grad:
             outputs.square().mean().backward()
+        return now(device) - started
 
-    return median_seconds(work, arguments.repeats, device) / size, peak_memory_bytes() / 2**20
+    works = [parallel] if form in ("batch", "training") else [ours, formula]
+    seconds_of(works[0])
+    megabytes = peak_memory_bytes() / 2**20
+    # By turns, so that what else the machine does meets both; the first turn warms up.
+    turns = [[seconds_of(work) for work in works] for _ in range(arguments.repeats + 1)][1:]
+    medians = [statistics.median(of_work) / size for of_work in zip(*turns, strict=True)]
+    return medians[0], medians[1] if len(medians) > 1 else None, megabytes

@@ -6,7 +6,9 @@ import torch
 from asr.layers.attention import RelativeSelfAttention
 from asr.layers.masks import length_mask
 from asr.layers.positional import RelativePositionalEncoding
+from asr.layers.transformer_layer import TransformerLayer
 from scripts.benches.attention_variants import VARIANTS
+from scripts.benches.recurrent_formula import formula_step
 from tests.commands.tiny import command, python
 
 SMALL = ["encoder.num_layers=1", "encoder.output_dim=32", "encoder.feed_forward_dim=32", "encoder.num_heads=2",
@@ -72,8 +74,26 @@ def test_the_table_of_both_forms_of_attention(tmp_path):
         [form, "linear", "8", length] for form in ("recurrent", "training") for length in ("5", "250")
     ]
     assert all(float(row[4]) > 0 and float(row[5]) > 10 for row in rows)
-    assert [bool(row[7]) for row in rows] == [False, True, False, False]
-    assert float(rows[1][7]) == pytest.approx(float(rows[1][4]) / 0.111, abs=0.01)
+    assert [bool(row[7]) for row in rows] == [True, True, False, False], (
+        "of steps, in the same run"
+    )
+    assert float(rows[0][7]) == pytest.approx(float(rows[0][4]) / float(rows[0][6]), rel=0.02)
+    assert [bool(row[9]) for row in rows] == [False, True, False, False], "of what was measured of the peer"
+    assert float(rows[1][9]) == pytest.approx(float(rows[1][4]) / 0.111, abs=0.01)
+
+
+@pytest.mark.parametrize("attention", ["full", "linear"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_what_the_steps_are_measured_against_computes_the_same(attention, grad):
+    torch.manual_seed(0)
+    layer = TransformerLayer(8, 2, 16, 0.0, attention, causal=True, cross=False)
+    x_BTD = torch.randn(3, 5, 8)
+    with torch.set_grad_enabled(grad):
+        state, other = layer.self_attention.start(3, 5), ()
+        for x in x_BTD.unbind(1):
+            expected, state = layer.step(x, state)
+            given, other = formula_step(layer, x, other)
+            torch.testing.assert_close(given, expected)
 
 
 @pytest.mark.slow
