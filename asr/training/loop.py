@@ -190,6 +190,7 @@ class Trainer:
         self.monitor.step(progress.step, progress.epoch, result, lr, self.precision.scale)
         self.checkups.after_step(self.model, group, progress.step, progress.skipped_in_a_row)
         if self.precision.collapsed or progress.skipped_in_a_row >= self.settings.max_skipped:
+            self._summarise("failed")
             raise NumericsError(self._why_stopped())
 
     def _train(self, group: list[Batch]) -> StepResult:

@@ -75,6 +75,8 @@ def test_a_run_that_cannot_recover_stops_and_its_checkpoints_are_good(tiny, tmp_
     assert f"step {22 if mode == 'amp_fp16' else 9} under precision={mode}" in text and remedy in text
     newest = max(trainer.checkpoints.numbers("step"))
     assert f"step-{newest}.pt" in text
+    summary = json.loads((tmp_path / "train.json").read_text())
+    assert (summary["status"], summary["skipped_steps"]) == ("failed", trainer.progress.skipped_steps)
     for path in trainer.checkpoints.newest_first():
         saved = load_checkpoint(path)
         assert all(tensor.isfinite().all() for tensor in saved["model"].values())
