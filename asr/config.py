@@ -63,21 +63,29 @@ def check(cfg: DictConfig, schema: type = TrainSettings) -> Any:
     # Rules look at values that may have a fault of their own, which is told already.
     told = {_key_of(fault) for fault in faults}
     faults += [fault for fault in _RULES[schema](settings) if _key_of(fault) not in told]
+    if "init_mode" in told:  # parts that follow it have its fault
+        echo = f"={plain['init_mode']!r}: "
+        faults = [fault for fault in faults if not (fault.startswith("init.") and echo in fault)]
     if faults:
         raise ConfigError(faults)
     return settings
 
 
 def check_overrides(overrides: list[str], schema: type, config: str) -> None:
-    """Find misspelt keys among the command line's overrides of conf/`config`.yaml before anything heavy is imported.
+    """Find misspelt keys and choices among the command line's overrides of conf/`config`.yaml, before anything heavy is
+    imported.
 
     Where there are any, values of a wrong kind among the others are told with them. Overrides with a prefix pass:
     Hydra and `check` see to them. Raises ConfigError.
     """
     groups = [path.name for path in CONF.iterdir() if path.is_dir()]
     chosen = [word for word in overrides if re.match(rf"\+?({'|'.join(groups)})=", word)]
-    plain = [word for word in overrides if re.match(r"(?!hydra\b)[A-Za-z_][\w.]*=", word) and word not in chosen]
-    misspelt = {word: fault for word in plain for fault in _unknown_key(word, schema())}
+    absent = {word: fault for word in chosen for fault in _unknown_choice(word)}
+    chosen = [word for word in chosen if word not in absent]
+    plain = [
+        word for word in overrides if re.match(r"(?!hydra\b)[A-Za-z_][\w.]*=", word) and word not in (*chosen, *absent)
+    ]
+    misspelt = absent | {word: fault for word in plain for fault in _unknown_key(word, schema())}
     parts = _composed(config, chosen)
     if parts is not None:
         misspelt |= {word: fault for word in plain for fault in _unknown_key(word, parts) if word not in misspelt}
@@ -111,6 +119,14 @@ def _wrong_values(config: str, overrides: list[str], schema: type) -> list[str]:
     return faults
 
 
+def _unknown_choice(override: str) -> list[str]:
+    """The fault of a group's choice, or of one in a sweep over them, that no file in conf has."""
+    group, _, names = override.lstrip("+").partition("=")
+    known = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+    plain = [name for name in names.split(",") if re.fullmatch(r"[\w-]+", name)]
+    return [f"{group}={name}: no such choice{nearest(name, known)}" for name in plain if name not in known]
+
+
 def _unknown_key(override: str, node: Any) -> list[str]:
     """The fault of a dotted key that `node`, a dataclass or a configuration, does not have, if it has any."""
     for part in override.partition("=")[0].split("."):
@@ -135,9 +151,10 @@ def _fill(schema: type, values: dict, prefix: str, faults: list[str]) -> Any:
     typed = OmegaConf.structured(schema)
     defaults = schema()
     known = {f.name: getattr(defaults, f.name) for f in dataclasses.fields(schema)}
+    may_be_null = {f.name for f in dataclasses.fields(schema) if "None" in str(f.type)}
     filled = {}
     for key, value in values.items():
-        full = f"{prefix}{key}"
+        full, optional = f"{prefix}{key}", key in may_be_null
         if key not in known:
             faults.append(f"{full}={value!r}: no such key{nearest(str(key), known)}")
         elif value == "???":
@@ -152,7 +169,7 @@ def _fill(schema: type, values: dict, prefix: str, faults: list[str]) -> Any:
                 typed[key] = _spelled(key, value)
                 filled[key] = _plain(typed[key])
             except OmegaConfBaseException as error:
-                faults.append(f"{full}={value!r}: {str(error).splitlines()[0]}")
+                faults.append(f"{full}={value!r}: {str(error).splitlines()[0]}{', or null' if optional else ''}")
     return schema(**filled)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
@@ -59,8 +60,13 @@ def report_tokens(splits: dict[str, Path], tokenizer: Tokenizer, settings: Train
 def check_sizes(settings: TrainSettings) -> None:
     """Raise what the encoder's constructor says of sizes that do not fit, at no cost in memory and before any data."""
     num_mel_bins = make(settings.features["fbank"]).output_dim
-    with torch.device("meta"):
-        make(settings.encoder, input_dim=num_mel_bins)
+    try:
+        with torch.device("meta"):
+            make(settings.encoder, input_dim=num_mel_bins)
+    except ValueError as error:
+        told = str(error)
+        place = "" if told.startswith("encoder") else "encoder." if re.match(r"\w+=", told) else "encoder: "
+        raise ValueError(place + told) from error
 
 
 def build_model(settings: TrainSettings, tokenizer: Tokenizer) -> AsrModel:

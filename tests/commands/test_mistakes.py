@@ -22,6 +22,10 @@ OWN = ["data=custom", "data.prepared_dir=prepared", *MODEL]
             "  - optim.lrr=1: no such key as lrr; did you mean lr?\n  - precision='fp8': ",
         ),
         (["-m", "encoder.kernal_size=3,5"], "did you mean kernel_size?"),
+        (["encoder=conformr_xs", "data.limt=3"], "encoder=conformr_xs: no such choice; did you mean conformer_xs?"),
+        (["-m", "encoder=conformer_xs,zipforner_xs"], "encoder=zipforner_xs: no such choice"),
+        (["encoder.num_heads=5"], "encoder.num_heads=5: must divide the width (output_dim) of 144"),
+        (["init_mode=xavier"], "1 fault in the configuration:\n  - init_mode='xavier'"),
         (
             ["data.train=nowhere.tsv", "data=custom", "encoder=zipformer_s", "encoder.dims=[32,48]"],
             "encoder.dims=[32, 48]",
