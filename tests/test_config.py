@@ -184,7 +184,8 @@ def test_misspelt_overrides_are_found_with_values_of_a_wrong_kind(overrides, mes
 def test_overrides_that_are_right_or_for_others_to_judge_pass():
     check_overrides(
         ["encoder=conformer_s", "+new=2", "~search", "hydra.sweep.dir=x", "optim.lr=1", "data=an4",
-         "data.train=a=b.tsv", "experiment=an4_quartznet", "hydra/launcher=joblib", "trainer.max_steps=3", "--help", "-m"],
+         "data.train=a=b.tsv", "experiment=an4_quartznet", "hydra/launcher=joblib", "trainer.max_steps=3",
+         "--help", "-m"],
         TrainSettings, "train",
     )  # fmt: skip
 
