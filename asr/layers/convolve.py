@@ -28,7 +28,7 @@ class Conv1d(nn.Conv1d):
     """`nn.Conv1d` by `convolve`: without dilation, padded with zeros."""
 
     def forward(self, frames_BDT: Tensor) -> Tensor:
-        stride, padding = (1, *self.stride), (0, int(self.padding[0]))
+        stride, padding = (1, self.stride[0]), (0, int(self.padding[0]))
         weight = self.weight.unsqueeze(2)
         return convolve(frames_BDT.unsqueeze(2), weight, self.bias, stride, padding, self.groups).squeeze(2)
 
@@ -37,9 +37,8 @@ class Conv2d(nn.Conv2d):
     """`nn.Conv2d` by `convolve`: without dilation, padded with zeros."""
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
-        height, width = self.stride
-        top, left = self.padding
-        return convolve(images_BCHW, self.weight, self.bias, (height, width), (int(top), int(left)), self.groups)
+        stride, padding = (self.stride[0], self.stride[1]), (int(self.padding[0]), int(self.padding[1]))
+        return convolve(images_BCHW, self.weight, self.bias, stride, padding, self.groups)
 
 
 class _HalfConvolution(torch.autograd.Function):

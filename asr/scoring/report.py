@@ -232,8 +232,8 @@ def _rate_cell(results: list[dict[str, Any]], num_runs: int) -> str:
         return "-"
     if len(rates) > 1:
         mean, deviation, half = _mean_and_interval(rates)
-        interval = f"[{max(0.0, mean - half):.2f}, {mean + half:.2f}]"
-        return f"{format_rate(mean)} ± {format_rate(deviation)} {interval} (n={len(rates)})"
+        of_mean = f"[{max(0.0, mean - half):.2f}, {mean + half:.2f}]"
+        return f"{format_rate(mean)} ± {format_rate(deviation)} {of_mean} (n={len(rates)})"
     if not rates:
         return format_rate(None)
     interval = next((result.get(f"{key}_ci95") for result in results if result.get(key) is not None), None)
