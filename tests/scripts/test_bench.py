@@ -75,7 +75,7 @@ def test_the_table_of_both_forms_of_attention(tmp_path):
     ]
     assert all(float(row[4]) > 0 and float(row[5]) > 10 for row in rows)
     assert [bool(row[7]) for row in rows] == [True, True, False, False], "of steps, in the same run"
-    assert float(rows[0][7]) == pytest.approx(float(rows[0][4]) / float(rows[0][6]), rel=0.02)
+    assert float(rows[1][7]) == pytest.approx(float(rows[1][4]) / float(rows[1][6]), rel=0.05)
     assert [bool(row[9]) for row in rows] == [False, True, False, False], "of what was measured of the peer"
     assert float(rows[1][9]) == pytest.approx(float(rows[1][4]) / 0.111, abs=0.01)
 
