@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hydra
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from asr.command import in_sweep, job_place, report_errors
 from asr.config import ConfigError, check, check_overrides
@@ -17,8 +19,6 @@ from asr.settings import TrainSettings
 from asr.training.run_folder import open_run_dir, versions, write_json
 
 if TYPE_CHECKING:  # what imports torch stands in the functions, so that --help and a misspelt override answer at once
-    from omegaconf import DictConfig
-
     from asr.training.distributed import World
 
 log = logging.getLogger("train")
@@ -173,9 +173,6 @@ def fail(run_dir: Path, cfg: DictConfig, error: BaseException) -> None:
 
 def record_failure(run_dir: Path, cfg: DictConfig, error: BaseException) -> None:
     """Leave the traceback in the run's own log, and for the report the configuration and a mark of the failure."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
     log.error("the run failed: %s", error, exc_info=error, extra={"only_in_file": True})
     path = run_dir / "train.json"
     record = json.loads(path.read_text()) if path.exists() else {"name": str(cfg.get("name"))}

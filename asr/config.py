@@ -80,13 +80,10 @@ def check_overrides(overrides: list[str], schema: type, config: str) -> None:
     """
     groups = [path.name for path in CONF.iterdir() if path.is_dir()]
     chosen = [word for word in overrides if re.match(rf"\+?({'|'.join(groups)})=", word)]
+    plain = [word for word in overrides if re.match(r"(?!hydra\b)[A-Za-z_][\w.]*=", word) and word not in chosen]
     absent = {word: fault for word in chosen for fault in _unknown_choice(word)}
-    chosen = [word for word in chosen if word not in absent]
-    plain = [
-        word for word in overrides if re.match(r"(?!hydra\b)[A-Za-z_][\w.]*=", word) and word not in (*chosen, *absent)
-    ]
     misspelt = absent | {word: fault for word in plain for fault in _unknown_key(word, schema())}
-    parts = _composed(config, chosen)
+    parts = _composed(config, [word for word in chosen if word not in absent])
     if parts is not None:
         misspelt |= {word: fault for word in plain for fault in _unknown_key(word, parts) if word not in misspelt}
     if misspelt:
@@ -151,10 +148,10 @@ def _fill(schema: type, values: dict, prefix: str, faults: list[str]) -> Any:
     typed = OmegaConf.structured(schema)
     defaults = schema()
     known = {f.name: getattr(defaults, f.name) for f in dataclasses.fields(schema)}
-    may_be_null = {f.name for f in dataclasses.fields(schema) if "None" in str(f.type)}
+    types = {f.name: str(f.type) for f in dataclasses.fields(schema)}
     filled = {}
     for key, value in values.items():
-        full, optional = f"{prefix}{key}", key in may_be_null
+        full = f"{prefix}{key}"
         if key not in known:
             faults.append(f"{full}={value!r}: no such key{nearest(str(key), known)}")
         elif value == "???":
@@ -169,7 +166,8 @@ def _fill(schema: type, values: dict, prefix: str, faults: list[str]) -> Any:
                 typed[key] = _spelled(key, value)
                 filled[key] = _plain(typed[key])
             except OmegaConfBaseException as error:
-                faults.append(f"{full}={value!r}: {str(error).splitlines()[0]}{', or null' if optional else ''}")
+                null = ", or null" if "None" in types[key] else ""
+                faults.append(f"{full}={value!r}: {str(error).splitlines()[0]}{null}")
     return schema(**filled)
 
 

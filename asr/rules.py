@@ -67,12 +67,12 @@ def _part_faults(settings: TrainSettings) -> list[str]:
         if mode is not None and mode not in modes
     ]
     lr = settings.optim.get("lr")
-    if lr is not None and not (isinstance(lr, (int, float)) and lr > 0):
+    if lr is not None and not _is_above_zero(lr):
         faults.append(f"optim.lr={lr}: a learning rate above 0 is expected")
     faults += [
         f"lr_scale.{place}={scale!r}: a factor above 0 is expected; freeze=[{place}] keeps a part as it is"
         for place, scale in by_place(settings.lr_scale).items()
-        if isinstance(scale, bool) or not isinstance(scale, (int, float)) or scale <= 0
+        if not _is_above_zero(scale)
     ]
     source = settings.init_from
     if source.run_dir and source.checkpoint:
@@ -80,6 +80,10 @@ def _part_faults(settings: TrainSettings) -> list[str]:
     if (source.include or source.exclude) and not (source.run_dir or source.checkpoint):
         faults.append("init_from.run_dir: include and exclude are of a run or checkpoint, and none is given")
     return faults
+
+
+def _is_above_zero(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
 
 
 def _search_faults(settings: TrainSettings) -> list[str]:

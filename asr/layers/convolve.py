@@ -17,11 +17,16 @@ def convolve(
     groups: int = 1,
 ) -> Tensor:
     """`F.conv2d`, with the gradients that it has."""
-    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else images_BCHW.dtype
-    if images_BCHW.device.type == "cpu" and dtype == torch.float16:
+    if computed_on_cpu_in(torch.float16, images_BCHW):
         half = (images_BCHW.half(), weight.half(), None if bias is None else bias.half())
         return _HalfConvolution.apply(*half, stride, padding, groups)
     return F.conv2d(images_BCHW, weight, bias, stride, padding, groups=groups)
+
+
+def computed_on_cpu_in(dtype: torch.dtype, x: Tensor) -> bool:
+    """Whether convolutions of x are computed on a CPU and in that type, be it x's own or autocast's."""
+    computed = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+    return x.device.type == "cpu" and computed == dtype
 
 
 class Conv1d(nn.Conv1d):

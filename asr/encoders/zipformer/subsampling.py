@@ -15,7 +15,7 @@ from asr.encoders.zipformer.dropout import ChannelDropout, Skip, add_kept
 from asr.encoders.zipformer.linear import scaled_linear
 from asr.encoders.zipformer.norm import BiasNorm
 from asr.encoders.zipformer.whiten import Whiten
-from asr.layers.convolve import Conv2d
+from asr.layers.convolve import Conv2d, computed_on_cpu_in
 from asr.layers.masks import length_mask, zero_padding
 from asr.layers.schedule import PiecewiseLinear, Schedulable
 
@@ -102,10 +102,7 @@ class ConvNeXt(nn.Module):
 def _convolve(images_BTFC: Tensor, convolution: nn.Conv2d) -> Tensor:
     """The convolution of images that lie channels-last in memory, as its result does."""
     images = images_BTFC.permute(0, 3, 1, 2)
-    exact_on_cpu = (
-        images.device.type == "cpu" and images.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
-    )
-    if exact_on_cpu and convolution.in_channels > convolution.groups == 1:
+    if computed_on_cpu_in(torch.float32, images) and convolution.in_channels > convolution.groups == 1:
         images = _Convolve.apply(images, convolution.weight, convolution.bias, convolution.stride)
     else:
         images = convolution(images)
