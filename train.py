@@ -71,13 +71,14 @@ def train(settings: TrainSettings, run_dir: Path, world: World, device: Any) -> 
     from asr.training.cpu import keep_freed_memory, threads_to_use
     from asr.training.loop import Trainer
     from asr.training.mfu import peak_flops
-    from asr.training.monitor import Monitor
+    from asr.training.monitor import Monitor, forget_peak_memory
     from asr.training.pictures import Pictures
     from asr.training.precision import PrecisionMode, resolve_precision
     from asr.training.profile import profiled
     from asr.training.scan import scan_memory
     from asr.training.validate import validate
 
+    forget_peak_memory()
     if device.type == "cpu":
         keep_freed_memory()
         threads = settings.trainer.num_threads or threads_to_use(settings.data.num_workers)

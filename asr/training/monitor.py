@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import resource
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+from asr.training.cpu import give_back_freed_memory
 from asr.training.run_folder import write_json
 from asr.training.step import StepResult
 
@@ -188,11 +191,28 @@ class SkippedItems:
 
 
 def peak_memory_bytes() -> int:
-    """The most memory held so far: of the GPU where there is one, else of this process."""
+    """The most memory held since `forget_peak_memory`: of the GPU where there is one, else of this process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
+    with suppress(OSError):  # Linux, whose getrusage also counts what the parent held when it started this process
+        held = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+        if held:
+            return int(held[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def forget_peak_memory() -> None:
+    """Begin a new peak, so that a job of a sweep does not report that of the jobs before it.
+
+    Of a process only Linux can be told to; elsewhere its peak stays that of its whole life.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        return
+    give_back_freed_memory()
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def clock(seconds: float) -> str:

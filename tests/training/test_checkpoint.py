@@ -37,11 +37,12 @@ def state(step, size=10):
 def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path):
     path = tmp_path / "last.pt"
     save_atomically(state(1), path)
+    large = state(2, size=10**6)  # here: a forked process has none of the threads that would fill it
 
     def fill():
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
         try:
-            save_atomically(state(2, size=10**6), path)
+            save_atomically(large, path)
         except OSError as error:
             os._exit(7 if str(path) in str(error) and "earlier ones are untouched" in str(error) else 8)
 
@@ -52,10 +53,11 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path):
 
 def test_a_kill_at_any_time_leaves_only_files_that_load(tmp_path):
     folder = CheckpointFolder(tmp_path / "checkpoints")
+    large = state(1, size=100_000)
 
     def save_forever():
         for step in range(1, 10**6):
-            folder.save(state(step, size=100_000), "step", step, keep_last=3)
+            folder.save(large, "step", step, keep_last=3)
 
     rng = random.Random(0)
     for _ in range(20):
