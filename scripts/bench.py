@@ -7,6 +7,7 @@ python scripts/bench.py features --batch 16 --seconds 10
 python scripts/bench.py attention --batch 16 --frames 400 --heads 4 --head-dim 64
 python scripts/bench.py loader [+experiment=NAME] [key=value ...]
 python scripts/bench.py recurrent --lengths 250 500 --batches 1 8
+python scripts/bench.py free-running --tokens 100 --seconds 20
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ def main() -> None:
 COMMANDS: dict[str, tuple[Callable[..., None], Callable[[argparse.ArgumentParser], None]]] = {
     "attention": (attention.bench_attention, attention.attention_options),
     "features": (recognition.bench_features, recognition.features_options),
+    "free-running": (training.bench_free_running, training.free_running_options),
     "loader": (training.bench_loader, training.loader_options),
     "loss": (training.bench_loss, training.loss_options),
     "search": (recognition.bench_search, recognition.search_options),

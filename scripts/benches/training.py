@@ -12,6 +12,7 @@ from typing import Any
 from scripts.benches.measuring import (
     common_options,
     composed,
+    in_process,
     lattice_options,
     median_seconds,
     now,
@@ -35,6 +36,37 @@ def train_step_options(parser: argparse.ArgumentParser) -> None:
 
 def bench_train_step(arguments: argparse.Namespace, overrides: list[str]) -> None:
     """Seconds of a training step, forward, backward and optimiser apart, on synthetic utterances of one length."""
+    figures = measured_steps(arguments, overrides)
+    tell({"bench": "train-step", **figures}, prepared_device(arguments))
+
+
+def free_running_options(parser: argparse.ArgumentParser) -> None:
+    train_step_options(parser)
+    parser.set_defaults(encoder="fast_conformer_xs", head="ctc_attention", tokens=100, seconds=20.0, repeats=8)
+
+
+def bench_free_running(arguments: argparse.Namespace, overrides: list[str]) -> None:
+    """What training on the decoder's own output costs over teacher forcing: seconds and memory of a step, as a table.
+
+    The mean over --repeats steps, a multiple of head.heads.attention.free_running.every, each mode in its own process.
+    """
+    from asr.heads.free_running import MODES
+
+    print("| free running | step, s | ratio | memory of a step, MB | ratio |\n|---|---|---|---|---|")
+    given = {"buffer_size": 4096, "buffer_tokens": arguments.tokens}  # or the steps between would train on the truth
+    plain: dict[str, Any] = {}
+    for mode in MODES:
+        chosen = [f"head.heads.attention.free_running.{key}={value}" for key, value in (given | {"mode": mode}).items()]
+        figures = in_process(measured_steps, arguments, [*chosen, *overrides])
+        plain = plain or figures
+        cells = [
+            f"{figures[name]:.4g} | {figures[name] / plain[name]:.2f}" for name in ("step_mean_s", "step_memory_mb")
+        ]
+        print(f"| {mode} |", " | ".join(cells), "|", flush=True)
+
+
+def measured_steps(arguments: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
+    """What was measured, of which model and on which shapes. See `bench_train_step`."""
     import torch
 
     from asr import build
@@ -114,7 +146,7 @@ def bench_train_step(arguments: argparse.Namespace, overrides: list[str]) -> Non
     medians["step_memory_mb"] = (peak_memory_bytes() - at_start) / 2**20
     parameters = sum(parameter.numel() for parameter in model.parameters())
     how = {"precision": precision.mode, "compile": arguments.compile, "batch_count": arguments.batch_count}
-    tell({"bench": "train-step", **given, **how, "parameters": parameters, **shapes, **medians}, device)
+    return {**given, **how, "parameters": parameters, **shapes, **medians}
 
 
 def loss_options(parser: argparse.ArgumentParser) -> None:

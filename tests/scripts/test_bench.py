@@ -36,6 +36,18 @@ def test_the_phases_of_a_training_step(tmp_path, precision, optim):
     assert told["peak_memory_mb"] > 10 and told["threads"] == 1 and told["parameters"] > 1000
 
 
+def test_what_free_running_costs_over_teacher_forcing(tmp_path):
+    done = command("scripts/bench.py", "free-running", "--threads", "1", "--encoder", "conformer_xs", "--batch", "2",
+                   "--seconds", "2", "--tokens", "5", "--vocab", "50", "--repeats", "4", *SMALL,
+                   "head.heads.attention.num_layers=1", cwd=tmp_path)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()[2:]]
+    assert [row[0] for row in rows] == ["off", "scheduled_sampling", "own_output", "professor_forcing"]
+    assert rows[0][2] == rows[0][4] == "1.00"
+    for _, seconds, slower, _, _ in rows:
+        assert float(slower) == pytest.approx(float(seconds) / float(rows[0][1]), abs=0.01)
+
+
 def test_features(tmp_path):
     told = bench("features", "--batch", "2", "--seconds", "3", cwd=tmp_path)
     assert told["features"] == [2, 300, 80]
