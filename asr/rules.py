@@ -88,12 +88,32 @@ def _is_above_zero(value: Any) -> bool:
 
 def _search_faults(settings: TrainSettings) -> list[str]:
     name = str(settings.search.get("_target_", "")).rpartition(".")[2]
+    faults = search_option_faults(settings.search)
     if foreign_targets("head", settings.head):
-        return []
+        return faults
     searches = searches_of(settings.head)
-    if not searches or name in searches:
-        return []
-    return [f"search={name}: head {settings.head['_target_']} offers {', '.join(searches)}"]
+    if searches and name not in searches:
+        faults.append(f"search={name}: head {settings.head['_target_']} offers {', '.join(searches)}")
+    return faults
+
+
+def search_option_faults(section: dict[str, Any]) -> list[str]:
+    """Options of a search with values that it would refuse, in training after a whole epoch."""
+    faults = []
+    for key in ("beam", "tokens_per_frame", "max_symbols_per_frame"):
+        value = section.get(key, 1)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            faults.append(f"search.{key}={value}: a whole number from 1 is expected")
+    faults += [
+        f"search.{key}={section[key]}: a number above 0 is expected"
+        for key in ("max_tokens_per_frame", "temperature")
+        if key in section and not _is_above_zero(section[key])
+    ]
+    for key in ("length_norm", "ctc_weight"):
+        value = section.get(key, 0.0)
+        if not isinstance(value, (int, float)) or value < 0:
+            faults.append(f"search.{key}={value}: must be at least 0")
+    return faults
 
 
 def searches_of(head: dict[str, Any]) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
+from asr.build import search_settings
 from asr.config import ConfigError, check, check_overrides
 from asr.rules import by_place
 from asr.settings import DecodeSettings, TrainSettings
@@ -241,3 +242,20 @@ def test_a_section_for_a_dataclass_is_checked_key_by_key():
             f"{place}.free_running.shares=0.1",
         ]
         assert "scheduled_sampling" in faults[0] and "did you mean share" in faults[2]
+
+
+def test_values_that_a_search_would_refuse_after_an_epoch_are_refused_before_it():
+    refused = {
+        ("modified_beam_search", "transducer"): ["beam=0", "temperature=0", "length_norm=-1"],
+        ("greedy_search", "transducer"): ["max_symbols_per_frame=0"],
+        ("ctc_prefix_beam_search", "ctc"): ["tokens_per_frame=0", "beam=2.5"],
+        ("attention", "ctc_attention"): ["max_tokens_per_frame=0"],
+        ("attention_rescoring", "ctc_attention"): ["ctc_weight=-1"],
+    }
+    for (search, head), options in refused.items():
+        faults = faults_of(f"head={head}", f"search={search}", *(f"search.{option}" for option in options))
+        assert sorted(fault.partition(":")[0] for fault in faults) == sorted(f"search.{option}" for option in options)
+        for option in options:
+            key, _, value = option.partition("=")
+            with pytest.raises(ConfigError, match=f"search.{key}="):
+                search_settings(search, {key: float(value) if "." in value else int(value)})

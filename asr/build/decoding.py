@@ -16,6 +16,7 @@ from asr.data.corpus import prepared_splits, write_prepared
 from asr.data.cuts import load_cuts
 from asr.data.dataset import SpeechDataset
 from asr.data.loader import Loader
+from asr.rules import search_option_faults
 from asr.scoring.wer import CJK, Utterance
 from asr.settings import DecodeSettings, TrainSettings
 from asr.targets import target_faults
@@ -84,7 +85,7 @@ def search_settings(method: str, options: dict[str, Any]) -> dict[str, Any]:
         known = ", ".join(sorted(file.stem for file in path.parent.glob("*.yaml")))
         raise ValueError(f"method={method}: no such search; known: {known}")
     section = {**yaml.safe_load(path.read_text(encoding="utf-8")), **options}
-    faults = target_faults("search", section, PASSED_BY_BUILD["search"])
+    faults = target_faults("search", section, PASSED_BY_BUILD["search"]) + search_option_faults(section)
     if faults:
         raise ConfigError(faults)
     return section

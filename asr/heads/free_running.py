@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -71,12 +72,10 @@ class FreeRunning:
 
     def schedule(self) -> PiecewiseLinear:
         """`share` as a function of the batch count."""
-        if isinstance(self.share, list):
-            if not all(isinstance(point, list) and len(point) == 2 for point in self.share):
-                raise ValueError(f"head.free_running.share={self.share}: a number, or points as in [[0, 0], [50, 0.5]]")
-            points = [(float(x), float(y)) for x, y in self.share]
-        else:
-            points = [(0.0, float(self.share))]
+        given = self.share if isinstance(self.share, list) else [[0.0, self.share]]
+        if not all(isinstance(point, list) and len(point) == 2 and all(map(_is_number, point)) for point in given):
+            raise ValueError(f"head.free_running.share={self.share}: a number, or points as in [[0, 0], [50, 0.5]]")
+        points = [(float(x), float(y)) for x, y in given]
         if any(value < 0 for _, value in points):
             raise ValueError(f"head.free_running.share={self.share}: must be at least 0")
         return PiecewiseLinear(*points)
@@ -87,6 +86,10 @@ class FreeRunning:
             return ProfessorForcing(self, dim)
         plain = {"off": TeacherForcing, "scheduled_sampling": ScheduledSampling, "own_output": OwnOutput}
         return plain[str(self.mode)](self)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 class Samples(NamedTuple):
@@ -108,6 +111,13 @@ class TeacherForcing(Scheduled):
     def forward(self, head: Attention, encoded: Encoded, tokens_BU: Tensor, token_lens_B: Tensor) -> dict[str, Tensor]:
         logits = self.logits(head, encoded, tokens_BU)
         return {"attention": head.cross_entropy(logits, tokens_BU, token_lens_B)}
+
+    def sample_next(self) -> None:
+        """Have the next batch do all that any batch to come will do, as late in training as it may be."""
+        self.batch_count = math.inf
+        for module in self.modules():
+            if isinstance(module, Sampler):
+                module.num_batches.zero_()
 
     def logits(self, head: Attention, encoded: Encoded, tokens_BU: Tensor) -> Tensor:
         """`head.logits` in the pass that keeps gradients."""
@@ -274,10 +284,11 @@ def draw_tokens(logits: Tensor, never: tuple[int, ...] = ()) -> Tensor:
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """The module without dropout."""
-    was_training = module.training
+    """The module without dropout; afterwards every part of it is as before, frozen ones included."""
+    were_training = [part for part in module.modules() if part.training]
     module.eval()
     try:
         yield
     finally:
-        module.train(was_training)
+        for part in were_training:
+            part.training = True

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from asr.heads.head import Head, check_tokens
+from asr.layers.balancer import Balancer
 from asr.layers.convolve import Conv1d
 from asr.layers.masks import length_mask, zero_padding
 from asr.losses.full_rnnt import full_loss
@@ -92,7 +93,7 @@ class Transducer(Head):
             self.topology,
         )
         frames = zero_padding(encoded.frames, length_mask(transcripts.frame_lens_B, encoded.frames.size(1)))
-        decoded = self.decoder(transcripts.tokens_BU)
+        decoded = self.decoder(transcripts.tokens_BU, transcripts.token_lens_B)
         joiner = self.joiner
         if self.loss_kind == "full":
             logits_BTUV = joiner(joiner.encoder_proj(frames)[:, :, None], joiner.decoder_proj(decoded)[:, None])
@@ -123,6 +124,7 @@ class StatelessDecoder(nn.Module):
     """A token's embedding, mixed by a grouped convolution and ReLU with those of the tokens before it.
 
     With a context of 1 the embedding is all there is. Before the first token stands blank, before that zeros.
+    Embeddings and output are kept in range by their gradients, as in icefall: drift would spoil averages of models.
     """
 
     def __init__(self, vocab_size: int, dim: int, context_size: int, blank_id: int):
@@ -134,16 +136,21 @@ class StatelessDecoder(nn.Module):
         self.context_size = context_size
         self.blank_id = blank_id
         self.embedding = nn.Embedding(vocab_size, dim)
+        self.balance_embedding = _range_balancer()
         if context_size > 1:
             self.conv = Conv1d(dim, dim, context_size, groups=dim // GROUP_SIZE, bias=False)
+            self.balance_output = _range_balancer()
 
-    def forward(self, tokens_BU: Tensor) -> Tensor:
-        """(B, U + 1, D): after none, one, ..., all of the tokens (B, U)."""
+    def forward(self, tokens_BU: Tensor, token_lens_B: Tensor) -> Tensor:
+        """(B, U + 1, D): after none, one, ..., all of the tokens (B, U); those from `token_lens_B` on only fill up."""
+        mask_BU = length_mask(token_lens_B + 1, tokens_BU.size(1) + 1)
         embedded = self.embedding(F.pad(tokens_BU, (1, 0), value=self.blank_id))
+        embedded = self.balance_embedding(embedded, mask_BU)
         if self.context_size == 1:
             return embedded
         padded = F.pad(embedded, (0, 0, self.context_size - 1, 0))
-        return F.relu(self.conv(padded.transpose(1, 2)).transpose(1, 2))
+        mixed = F.relu(self.conv(padded.transpose(1, 2)).transpose(1, 2))
+        return self.balance_output(mixed, mask_BU)
 
     def tables(self) -> Tensor:
         """(C, V + 1, D) what every token adds at each of the C places of the context, the last place being the newest.
@@ -157,6 +164,10 @@ class StatelessDecoder(nn.Module):
         grouped = embedded.unflatten(1, (-1, GROUP_SIZE))
         kernels = self.conv.weight.unflatten(0, (-1, GROUP_SIZE))
         return torch.einsum("vgi,goic->cvgo", grouped, kernels).flatten(2)
+
+
+def _range_balancer() -> Balancer:
+    return Balancer(min_positive=0.0, max_positive=1.0, min_abs=0.5, max_abs=1.0, probability=0.05)
 
 
 class Joiner(nn.Module):

@@ -71,8 +71,14 @@ _UNMASKED = {
 }
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.strip("()[]").split(",") if number.strip()]
+def _size(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise ValueError(text)
+    return number
+
+
+def _sizes(text: str) -> list[int]:
+    return [_size(number) for number in text.strip("()[]").split(",")]
 
 
 def _flag(text: str) -> bool:
@@ -83,12 +89,13 @@ def _flag(text: str) -> bool:
 _OPTIONS: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(
         ("num_encoder_layers", "downsampling_factor", "feedforward_dim", "num_heads", "encoder_dim",
-         "encoder_unmasked_dim", "cnn_module_kernel"), _numbers,
+         "encoder_unmasked_dim", "cnn_module_kernel"), _sizes,
     ),
     **dict.fromkeys(
         ("query_head_dim", "value_head_dim", "pos_head_dim", "pos_dim", "decoder_dim", "joiner_dim", "context_size",
-         "prune_range", "warm_step"), int,
+         "prune_range"), _size,
     ),
+    "warm_step": int,
     **dict.fromkeys(("lm_scale", "am_scale", "simple_loss_scale", "ctc_loss_scale"), float),
     **dict.fromkeys(("use_transducer", "use_ctc", "causal", "mask_padding"), _flag),
 }  # fmt: skip
@@ -113,7 +120,10 @@ def read(args: argparse.Namespace) -> ImportedModel:
     missing = [_ROWS[name] for name in heads if _ROWS[name] not in weights] if heads else list(_ROWS.values())
     if missing:
         raise ValueError(f"{args.checkpoint}: no tensor {' and no '.join(missing)}")
-    state = {f"encoder.{name}": tensor for name, tensor in encoder_weights(weights).items()}
+    try:
+        state = {f"encoder.{name}": tensor for name, tensor in encoder_weights(weights).items()}
+    except ValueError as error:
+        raise ValueError(f"{args.checkpoint}: {error}") from error
     unused = {name for name in weights if not name.startswith(("encoder.", "encoder_embed."))}
     for name in heads:
         place = f"head.heads.{name}." if len(heads) > 1 else "head."
@@ -143,14 +153,18 @@ def _read_options(pairs: list[str]) -> dict[str, Any]:
         try:
             options[key] = _OPTIONS[key](value)
         except (ValueError, KeyError):
-            kinds: dict[Any, str] = {_numbers: "whole numbers as in 4,4,4,8,4,4", _flag: "0 or 1"}
+            kinds: dict[Any, str] = {
+                _sizes: "whole numbers above 0 as in 4,4,4,8,4,4",
+                _size: "a whole number above 0",
+                _flag: "0 or 1",
+            }
             raise ValueError(f"--set {pair}: {kinds.get(_OPTIONS[key], 'a number')} expected") from None
     if options.get("causal"):
         raise ValueError("--set causal=1: streaming models cannot be taken over")
     return options
 
 
-def _read_weights(path: Path) -> dict[str, Tensor]:
+def _read_weights(path: Path) -> _Weights:
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
@@ -161,16 +175,40 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
     weights = {str(name).removeprefix("module."): tensor for name, tensor in weights.items()}
     if "encoder_embed.conv.0.weight" not in weights or not all(isinstance(t, Tensor) for t in weights.values()):
         raise ValueError(f"{path}: no weights of an icefall zipformer: there is no encoder_embed.conv.0.weight")
-    return weights
+    return _Weights(path, weights)
 
 
-def _encoder_section(weights: dict[str, Tensor], options: dict[str, Any]) -> dict[str, Any]:
+class _Weights(dict[str, Tensor]):
+    """Tensors by name; where one is wanted that is not there, ValueError tells its name and the file."""
+
+    def __init__(self, path: Path, tensors: dict[str, Tensor], prefix: str = ""):
+        super().__init__(tensors)
+        self.path = path
+        self.prefix = prefix
+
+    def __missing__(self, name: str) -> Tensor:
+        raise ValueError(f"{self.path}: no tensor {self.prefix}{name}, which icefall's non-streaming zipformer has")
+
+    def first_layers(self) -> list[tuple[int, int, _Weights]]:
+        """Of every stack its number, how many layers it has, and the weights of the first one by names within it."""
+        layers: dict[int, set[int]] = {}
+        prefixes = {}
+        for name in self:
+            if match := re.match(r"(encoder\.encoders\.(\d+)\.(?:encoder\.)?layers\.)(\d+)\.", name):
+                layers.setdefault(int(match[2]), set()).add(int(match[3]))
+                prefixes[int(match[2])] = f"{match[1]}0."
+        if not layers:
+            return [(0, 0, self._below("encoder.encoders.0.layers.0."))]
+        return [(stack, len(layers[stack]), self._below(prefixes[stack])) for stack in sorted(layers)]
+
+    def _below(self, prefix: str) -> _Weights:
+        inside = {name.removeprefix(prefix): tensor for name, tensor in self.items() if name.startswith(prefix)}
+        return _Weights(self.path, inside, prefix)
+
+
+def _encoder_section(weights: _Weights, options: dict[str, Any]) -> dict[str, Any]:
     """Sizes as the weights have them, under the options that were given."""
-    layers: dict[int, dict[int, dict[str, Tensor]]] = {}
-    for name, tensor in weights.items():
-        if match := re.fullmatch(r"encoder\.encoders\.(\d+)\.(?:encoder\.)?layers\.(\d+)\.(.+)", name):
-            layers.setdefault(int(match[1]), {}).setdefault(int(match[2]), {})[match[3]] = tensor
-    first = [layers[stack][0] for stack in sorted(layers)]
+    stacks, num_layers, first = zip(*weights.first_layers(), strict=True)
     dims = options.get("encoder_dim", [len(layer["norm.bias"]) for layer in first])
     position_head_dim = options.get("pos_head_dim", 4)
     num_heads = options.get(
@@ -181,9 +219,9 @@ def _encoder_section(weights: dict[str, Tensor], options: dict[str, Any]) -> dic
         "_target_": "asr.encoders.zipformer.Zipformer",
         "downsampling": options.get(
             "downsampling_factor",
-            [_length(weights, f"encoder.encoders.{stack}.downsample.bias") for stack in sorted(layers)],
+            [_length(weights, f"encoder.encoders.{stack}.downsample.bias") for stack in stacks],
         ),
-        "num_layers": options.get("num_encoder_layers", [len(layers[stack]) for stack in sorted(layers)]),
+        "num_layers": options.get("num_encoder_layers", list(num_layers)),
         "dims": dims,
         "unmasked_dims": options.get("encoder_unmasked_dim", _UNMASKED.get(tuple(dims), [min(dims)] * len(dims))),
         "feed_forward_dims": options.get(
@@ -303,5 +341,7 @@ def _in_place_order(name: str, tensor: Tensor) -> Tensor:
     if re.fullmatch(r"encoder_embed\.convnext\.pointwise_conv[12]\.weight", name):
         return tensor.flatten(1)
     if name == "encoder_embed.out.weight":
+        if tensor.dim() != 2 or tensor.size(1) % FRONT_END_CHANNELS:
+            raise ValueError(f"{name}: {tuple(tensor.shape)}, not (width, {FRONT_END_CHANNELS} channels * bins)")
         return tensor.unflatten(1, (FRONT_END_CHANNELS, -1)).transpose(1, 2).flatten(1)
     return tensor

@@ -6,7 +6,6 @@ import math
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -34,14 +33,6 @@ class DecoderState(NamedTuple):
             for layer in self.layers
         )
         return self._replace(layers=tuple(layers))
-
-    def with_room(self, num_steps: int) -> DecoderState:
-        """A state of its own, the same so far, for at most `num_steps` steps."""
-        more = num_steps - self.layers[0][0].size(2)
-        layers = tuple(
-            (F.pad(keys, (0, 0, 0, more)), F.pad(values, (0, 0, 0, more)), count) for keys, values, count in self.layers
-        )
-        return self._replace(layers=layers)
 
 
 class TransformerDecoder(nn.Module):

@@ -28,6 +28,8 @@ def attention(
     Returns one hypothesis per utterance, without tokens where there are no frames. A token's frame is the one that the
     decoder's last layer looks at most for it.
     """
+    if not len(encoded.lens):
+        return []
     tokens, lens, scores = n_best(head, encoded, beam, length_norm, max_tokens_per_frame)
     tokens_BU, lens_B = tokens[:, 0], lens[:, 0]
     frames_BU = head.attended_frames(encoded, tokens_BU)

@@ -41,6 +41,8 @@ def attention_rescoring(
             f"search.reverse_weight={reverse_weight}: 0 to 1 is wanted, and above 0 the run needs a decoder from right "
             "to left (head.heads.attention.reverse_layers)"
         )
+    if not len(encoded.lens):
+        return []
     log_probs = valid_log_probs(ctc, encoded)
     prefixes = likeliest_prefixes(log_probs, ctc.blank_id, beam, tokens_per_frame)
     ctc_BK, longest = prefixes.total, int(prefixes.lens.max())

@@ -10,7 +10,8 @@ from asr.search.transducer_steps import Context, Looks, UtteranceSearch, search_
 from asr.types import Encoded, Hypothesis
 
 Tokens = tuple[int, ...]
-# Of a token sequence its log-probability, over all paths that stayed in the beam, and the frames of the likeliest path.
+# Of a token sequence its log-probability, over all paths that stayed in the beam, and the frames of its tokens on the
+# likeliest of the ways that met.
 Beam = dict[Tokens, tuple[float, tuple[int, ...]]]
 
 
@@ -28,9 +29,9 @@ def modified_beam_search(
     length_norm: choose at the end by log-probability per token (the context at the start counts as tokens).
     blank_penalty: subtracted from the logit of blank. temperature: divides the logits.
 
-    Returns one hypothesis per utterance. A token's frame is that of the likeliest path; the score is the
-    log-probability without length norm. As in icefall, the `beam` best extensions are chosen before equal sequences
-    among them are merged, so that a beam may hold fewer.
+    Returns one hypothesis per utterance. Where equal sequences met, a token's frame is that of the likelier one; the
+    score is the log-probability without length norm. As in icefall, the `beam` best extensions are chosen before equal
+    sequences among them are merged, so that a beam may hold fewer.
     """
     if beam < 1:
         raise ValueError(f"beam={beam}: must be at least 1")

@@ -69,12 +69,12 @@ class PrecisionMode:
 
     def unscale(self, *optimizers: torch.optim.Optimizer) -> None:
         """Divide the gradients by the loss scale, so that norms and clipping see true values."""
-        for optimizer in optimizers:
+        for optimizer in filter(_has_gradients, optimizers):
             self.scaler.unscale_(optimizer)
 
     def step(self, *optimizers: torch.optim.Optimizer, finite: bool) -> None:
         """Update the parameters when the gradients are finite, and adapt the loss scale."""
-        for optimizer in optimizers if finite else ():
+        for optimizer in filter(_has_gradients, optimizers if finite else ()):
             self.scaler.step(optimizer)
         # The scaler learns of the overflow from unscale_, also where the step itself was left out.
         self.scaler.update()
@@ -95,3 +95,8 @@ class PrecisionMode:
     def load_state_dict(self, state: dict) -> None:
         if self.scaler.is_enabled() and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
+
+
+def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """False in steps that an optimiser has no part in, which GradScaler would take for a mistake."""
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from asr.data.packed import PackedCuts
+from asr.heads.free_running import TeacherForcing
 from asr.heads.head import add_parts
 from asr.model import AsrModel
 from asr.settings import DataSettings
@@ -47,19 +48,24 @@ def scan_memory(
 ) -> int:
     """Forward and backward over the batches of `epoch` that need most; the peak in bytes, which is told as well.
 
-    Room for what the optimiser will keep is held meanwhile. Parameters, gradients, buffers and random generators are
-    afterwards what they were. Raises ValueError, with what to lower, when the memory does not suffice.
+    Room for what the optimiser will keep is held meanwhile, and a decoder that is to train on its own output does so on
+    every batch. Parameters, gradients, buffers and random generators are afterwards what they were. Raises ValueError,
+    with what to lower, when the memory does not suffice.
     """
     batches = largest_batches(loader.plan(epoch), loader.cuts, encode)
     generators = generator_states()
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    free_running = [module for module in model.modules() if isinstance(module, TeacherForcing)]
+    batch_counts = [module.batch_count for module in free_running]
     was_training = model.training
     model.train()
     described = ""
     try:
         reserve = 0 if optimizer.state else OPTIMISER_BYTES * sum(p.numel() for p in model.parameters())
-        held = torch.empty(reserve, dtype=torch.uint8, device=precision.device)
+        held = torch.ones(reserve, dtype=torch.uint8, device=precision.device)  # empty memory would not be held
         for batch in batches:
+            for module in free_running:
+                module.sample_next()
             described = _described(batch, loader.cuts.durations)
             _forward_and_backward(model, loader.load(batch, epoch).to(precision.device), precision)
             model.zero_grad(set_to_none=True)
@@ -71,6 +77,8 @@ def scan_memory(
     finally:
         model.zero_grad(set_to_none=True)
         model.train(was_training)
+        for module, batch_count in zip(free_running, batch_counts, strict=True):
+            module.batch_count = batch_count
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)

@@ -8,10 +8,10 @@ import torch
 from asr.encoders.zipformer import attention
 from asr.encoders.zipformer.activation import swoosh_l, swoosh_r
 from asr.encoders.zipformer.attention import AttentionWeights
-from asr.encoders.zipformer.balancer import Balancer
 from asr.encoders.zipformer.norm import BiasNorm, limited
 from asr.encoders.zipformer.positions import CompactPositions
 from asr.encoders.zipformer.whiten import Whiten
+from asr.layers.balancer import Balancer
 from asr.layers.schedule import set_batch_count
 
 MASK = torch.tensor([[True] * 9, [True] * 6 + [False] * 3])

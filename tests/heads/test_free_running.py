@@ -177,6 +177,14 @@ def test_scheduled_sampling_replaces_inputs_and_keeps_the_targets():
     torch.testing.assert_close(losses, expected)
 
 
+def test_what_scheduled_sampling_mixes_in_is_said_without_dropout():
+    head, during = make(mode="scheduled_sampling", share=0.5, dropout=0.5), []
+    logits = head.logits
+    head.logits = lambda *given: during.append(head.decoder.training) or logits(*given)
+    head.loss(*batch())
+    assert during == [False] and head.decoder.training
+
+
 def test_own_output_is_one_parallel_pass_over_samples_with_their_best_completions():
     head = make(mode="own_output", share=1.0, every=1)
     parts = head.loss_parts(*batch())
@@ -253,6 +261,13 @@ def test_every_mode_runs_in_half_precision(mode, dtype):
     assert all(p.grad is None or p.grad.isfinite().all() for p in head.parameters())
 
 
+def test_what_is_frozen_stays_so_when_samples_are_drawn():
+    head = make(dropout=0.5)
+    frozen = head.decoder.layers[0].eval()
+    head.sample(batch()[0], 4)
+    assert head.decoder.training and not any(part.training for part in frozen.modules())
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_an_utterance_without_frames_changes_nothing(mode):
     head, (encoded, tokens, lens) = make(**{**MODES[mode], "every": 1}), batch()
@@ -270,6 +285,7 @@ def test_an_utterance_without_frames_changes_nothing(mode):
         ({"every": 0}, r"head\.free_running\.every=0: must be at least 1"),
         ({"mode": "own_output", "share": 1.5}, r"share=1\.5: a probability"),
         ({"share": [[0, 0.1], [5]]}, r"share=.*points as in"),
+        ({"share": "abc"}, r"head\.free_running\.share=abc: a number, or points as in"),
         ({"share": -0.1}, r"share=-0\.1: must be at least 0"),
     ],
 )

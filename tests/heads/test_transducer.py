@@ -38,7 +38,9 @@ def test_decoder_and_joiner_are_icefalls():
     head = icefall_head()
     contexts, expected = GOLDEN["io.decoder_in"], GOLDEN["io.decoder_out"]
     with torch.no_grad():
-        decoded = torch.stack([head.decoder(context[None])[:, -1] for context in contexts])
+        decoded = torch.stack(
+            [head.decoder(context[None], torch.tensor([context.numel()]))[:, -1] for context in contexts]
+        )
         torch.testing.assert_close(decoded, expected, atol=1e-5, rtol=1e-5)
         projected = head.joiner.encoder_proj(GOLDEN["io.encoder_out"][:, :1]), head.joiner.decoder_proj(expected)
         torch.testing.assert_close(head.joiner(*projected), GOLDEN["io.joiner_out"], atol=1e-5, rtol=1e-5)
@@ -55,7 +57,7 @@ def test_tables_add_up_to_what_the_decoder_says(context_size):
         context = history[3 + count - context_size : 3 + count]
         summed = sum(table[token] for table, token in zip(tables, context, strict=True))
         expected = summed.relu() if context_size > 1 else summed
-        torch.testing.assert_close(decoder(tokens)[0, count], expected)
+        torch.testing.assert_close(decoder(tokens, torch.tensor([3]))[0, count], expected)
 
 
 def test_a_range_over_all_rows_is_the_full_lattice():

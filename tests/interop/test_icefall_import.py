@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 from io import BytesIO
 from pathlib import Path
 
@@ -42,7 +43,8 @@ def test_every_output_and_both_lists_of_tokens(golden):
     same(encoded.frames, "io.encoder_out", valid)
     same(model.head.heads["ctc"].log_probs(encoded), "io.ctc_log_probs", valid)
     transducer = model.head.part_for("greedy_search")
-    decoded = transducer.decoder(tensors["io.decoder_in"])[:, -1:]
+    contexts = tensors["io.decoder_in"]
+    decoded = transducer.decoder(contexts, torch.full((len(contexts),), contexts.size(1)))[:, -1:]
     same(decoded, "io.decoder_out")
     joiner = transducer.joiner
     same(joiner(joiner.encoder_proj(encoded.frames[:, :1]), joiner.decoder_proj(decoded)), "io.joiner_out")
@@ -129,8 +131,12 @@ def test_what_does_not_fit_is_named_with_both_shapes(tmp_path):
     ("option", "told"),
     [
         ("num_head=4", "--set num_head=4: no such option.*did you mean num_heads"),
-        ("num_heads=a,b", "--set num_heads=a,b: whole numbers as in"),
-        ("pos_dim=x", "--set pos_dim=x: a number expected"),
+        ("num_heads=a,b", "--set num_heads=a,b: whole numbers above 0 as in"),
+        ("num_heads=", "--set num_heads=: whole numbers above 0"),
+        ("num_heads=0,0,0", "--set num_heads=0,0,0: whole numbers above 0"),
+        ("pos_head_dim=0", "--set pos_head_dim=0: a whole number above 0 expected"),
+        ("pos_dim=x", "--set pos_dim=x: a whole number above 0 expected"),
+        ("lm_scale=x", "--set lm_scale=x: a number expected"),
         ("use_ctc=maybe", "--set use_ctc=maybe: 0 or 1 expected"),
         ("causal=1", "streaming models cannot be taken over"),
     ],
@@ -170,6 +176,17 @@ def test_files_that_are_something_else(tmp_path):
     streaming = weights | {"encoder.encoders.0.layers.0.conv_module1.depthwise_conv.causal_conv.weight": torch.zeros(1)}
     with pytest.raises(ValueError, match=r"causal_conv\.weight: no such tensor in a non-streaming zipformer"):
         read(arguments(checkpoint=stored({"model": streaming})))
+    for name in (
+        "encoder.encoders.0.layers.0.norm.bias", "encoder.encoders.0.layers.0.self_attn_weights.linear_pos.weight",
+        "joiner.encoder_proj.weight", "decoder.embedding.weight",
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=rf"other\.pt: no tensor {re.escape(name)}, which"):
+            read(arguments(checkpoint=stored({key: tensor for key, tensor in weights.items() if key != name})))
+    headless = {name: tensor for name, tensor in weights.items() if not name.startswith("encoder.encoders.")}
+    with pytest.raises(ValueError, match=r"other\.pt: no tensor encoder\.encoders\.0\.layers\.0\."):
+        read(arguments(checkpoint=stored(headless)))
+    with pytest.raises(ValueError, match=r"other\.pt: encoder_embed\.out\.weight: \(32, 100\), not \(width, 128"):
+        read(arguments(checkpoint=stored(weights | {"encoder_embed.out.weight": torch.zeros(32, 100)})))
     prefixed = {f"module.{name}": tensor for name, tensor in weights.items()} | {
         "module.attention_decoder.x": torch.ones(1)
     }

@@ -36,7 +36,8 @@ def frames_of(*lens, seed=0):
 @torch.no_grad()
 def log_probs_after(head, frame, tokens):
     """(V,) log-probabilities after a token sequence, by the decoder as it is trained."""
-    decoded = head.joiner.decoder_proj(head.decoder(torch.tensor([tokens], dtype=torch.int64))[:, -1])
+    rows, lens = torch.tensor([tokens], dtype=torch.int64), torch.tensor([len(tokens)])
+    decoded = head.joiner.decoder_proj(head.decoder(rows, lens)[:, -1])
     return head.joiner(head.joiner.encoder_proj(frame)[None], decoded).log_softmax(-1)[0]
 
 

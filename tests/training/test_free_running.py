@@ -95,13 +95,15 @@ def fit(trainer, stop_at=None):
         ("own_output", "fp32"),
         ("professor_forcing", "fp32"),
         ("professor_forcing", "amp_bf16"),
+        ("professor_forcing", "amp_fp16"),
         ("professor_forcing", "bf16"),
     ],
 )
 def test_a_run_stopped_in_mid_epoch_is_resumed_to_the_same_losses_and_state(tiny, tmp_path, mode, precision):
-    whole = fit(trainer_of(tiny, tmp_path / "whole", mode, precision, save_every=2))
-    fit(trainer_of(tiny, tmp_path / "cut", mode, precision, save_every=2), stop_at=7)
-    trainer = trainer_of(tiny, tmp_path / "cut", mode, precision, seed=99, save_every=2)
+    options = dict(save_every=2, initial_grad_scale=64.0)
+    whole = fit(trainer_of(tiny, tmp_path / "whole", mode, precision, **options))
+    fit(trainer_of(tiny, tmp_path / "cut", mode, precision, **options), stop_at=7)
+    trainer = trainer_of(tiny, tmp_path / "cut", mode, precision, seed=99, **options)
     path, state = trainer.checkpoints.load_newest()
     assert path.name == "step-6.pt" and state["progress"]["batches_done"] == 2
     torch.manual_seed(4)

@@ -147,6 +147,30 @@ def test_scales_are_learnt_within_their_bounds():
     assert scalar.item() <= 10.1
 
 
+def test_a_scale_moves_by_a_tenth_at_most():
+    def after_four(scalar_lr_scale):
+        parameter = Parameter(torch.randn(50, generator=torch.Generator().manual_seed(0)))
+        optimizer = ScaledAdam([parameter], lr=1.0, scalar_lr_scale=scalar_lr_scale, clipping_scale=None)
+        for _ in range(4):  # the fourth is the first that learns the scale
+            before = parameter.detach().clone()
+            parameter.grad = torch.ones(50)
+            optimizer.step()
+        return optimizer.state[parameter]["delta"].clone(), before
+
+    (with_scale, before), (without, _) = after_four(1.0), after_four(0.0)
+    steps = (with_scale - without) / (0.1 * before)
+    assert steps.abs().max() == pytest.approx(0.1, rel=1e-3) and steps.std() < 1e-3
+
+
+def test_a_parameter_of_zeros_begins_to_move():
+    parameter = Parameter(torch.zeros(4))
+    optimizer = ScaledAdam([parameter], lr=0.1)
+    for _ in range(50):
+        parameter.grad = torch.tensor([1.0, -1.0, 1.0, 0.0])
+        optimizer.step()
+    assert parameter.isfinite().all() and (parameter[:3] * torch.tensor([-1.0, 1.0, -1.0]) > 0).all()
+
+
 @pytest.mark.parametrize("mode", ["fp32", "amp_fp16", "amp_bf16", "bf16"])
 def test_a_poisoned_step_leaves_no_trace_and_the_optimiser_says_that_it_clipped(tiny, mode):
     model = tiny.model(dropout=0.0, augment=False)

@@ -1,5 +1,6 @@
 import copy
 import random
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,7 +8,9 @@ import pytest
 import torch
 
 from asr.data.packed import PackedCuts
+from asr.heads.attention import Attention
 from asr.settings import DataSettings
+from asr.training.monitor import forget_peak_memory
 from asr.training.optim import parameter_groups
 from asr.training.scan import largest_batches, scan_memory
 
@@ -74,6 +77,36 @@ def test_nothing_is_left_behind(tiny, mode, caplog):
     assert seen == [(True, 1), (True, 5), (True, 3)] and loader.loaded == [LONGEST, MOST_AUDIO, MOST_TOKENS]
     assert peak > 10**7
     assert "GB at most, over 1 utterance of up to 30.0 s; 5 utterances of up to 9.0 s; 3 utterances" in caplog.text
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux can be told to begin a new peak")
+def test_what_the_optimiser_will_keep_is_part_of_the_peak(tiny):
+    model = tiny.model()
+    model.unused = torch.nn.Parameter(torch.zeros(20_000_000))  # of which Adam keeps 160 MB
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def peak():
+        forget_peak_memory()
+        return scan_memory(model, optimizer, Planned(tiny), 3, encode, tiny.precision("fp32"), DataSettings())
+
+    with_room = peak()
+    optimizer.state[model.unused] = {"step": torch.ones(())}  # of a resumed run: what it keeps is there already
+    assert with_room - peak() > 140e6
+
+
+@pytest.mark.parametrize("mode", ["own_output", "professor_forcing"])
+def test_a_decoder_samples_on_every_batch_of_the_scan(tiny, mode):
+    model = tiny.model()
+    share = [[0.0, 0.0], [50.0, 0.5]]
+    model.head = Attention(16, 6, num_layers=1, num_heads=2, feed_forward_dim=16,
+                           free_running=dict(mode=mode, share=share, every=4))  # fmt: skip
+    drawn, sample = [], model.head.sample
+    model.head.sample = lambda *given: drawn.append(1) or sample(*given)
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = copy.deepcopy(model.state_dict())
+    scan_memory(model, optimizer, Planned(tiny), 3, encode, tiny.precision("fp32"), DataSettings())
+    assert len(drawn) == 3 and model.head.free_running.batch_count == 0.0
+    assert tiny.differences(before, model.state_dict()) == []
 
 
 @pytest.mark.parametrize("at", ["forward", "backward"])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from asr.encoders.zipformer.balancer import Balancer
 from asr.encoders.zipformer.dropout import Skip
 from asr.encoders.zipformer.linear import scaled_linear
 from asr.encoders.zipformer.whiten import Whiten
 from asr.layers.attention import masked_softmax, relative_shift
+from asr.layers.balancer import Balancer
 from asr.layers.random import chance
 from asr.layers.schedule import PiecewiseLinear, Scheduled
 
@@ -52,7 +52,10 @@ class AttentionWeights(Scheduled):
 
 
 class _PenaliseLarge(torch.autograd.Function):
-    """The scores, with the gradient of `PENALTY` * relu(|score| - LIMIT), for valid pairs of an average utterance."""
+    """The scores, with the gradient of `PENALTY` * relu(|score| - LIMIT), for valid pairs of an average utterance.
+
+    It is added to what comes back: as in icefall, a loss scale makes it weaker beside the gradients of the loss.
+    """
 
     LIMIT = 25.0
     PENALTY = 1e-4
@@ -107,6 +110,7 @@ class NonlinAttention(nn.Module):
         self.whiten = Whiten(5.0, 15.0)
 
     def forward(self, frames_BTD: Tensor, weights_BTT: Tensor, mask_BT: Tensor) -> Tensor:
+        """(B, T, D) of frames (B, T, D). weights: (B, T, T), or (B, 1, T) where all queries share theirs."""
         gate, hidden, late_gate = self.project(frames_BTD).chunk(3, dim=-1)
         gate = self.balance_gate(gate, mask_BT).tanh()
         hidden = self.whiten_hidden(hidden, mask_BT) * gate

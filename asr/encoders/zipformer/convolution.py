@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from asr.encoders.zipformer.activation import swoosh_r
-from asr.encoders.zipformer.balancer import Balancer
 from asr.encoders.zipformer.linear import scaled_linear
 from asr.encoders.zipformer.whiten import Whiten
+from asr.layers.balancer import Balancer
 from asr.layers.convolution import convolve_depthwise
 from asr.layers.masks import zero_padding
 from asr.layers.schedule import PiecewiseLinear

@@ -7,12 +7,12 @@ from torch import Tensor, nn
 
 from asr.encoders.zipformer.activation import swoosh_l
 from asr.encoders.zipformer.attention import AttentionWeights, NonlinAttention, SelfAttention
-from asr.encoders.zipformer.balancer import Balancer
 from asr.encoders.zipformer.convolution import ConvolutionModule
 from asr.encoders.zipformer.dropout import ChannelDropout, Skip, add_kept
 from asr.encoders.zipformer.linear import scaled_linear
 from asr.encoders.zipformer.norm import BiasNorm, limited
 from asr.encoders.zipformer.whiten import Whiten
+from asr.layers.balancer import Balancer
 from asr.layers.schedule import PiecewiseLinear, Schedulable, Scheduled
 
 
@@ -20,7 +20,8 @@ class ZipformerLayer(nn.Module):
     """Twice the modules of a Conformer block, around one set of attention weights, with two learned bypasses.
 
     In training utterances pass modules by at random, mostly early on: attention (all of it together), either
-    convolution, either of the last two feed-forward modules, the whole layer.
+    convolution, either of the last two feed-forward modules, the whole layer. In some steps the first of the
+    attentions, the non-linear one, averages over all frames alike, so that it learns to.
 
     dim: width D. feed_forward_dim: of the second of three; the first has 3/4 and the last 5/4 of it.
     layer_drop: probability that an utterance passes the layer by.
@@ -60,6 +61,7 @@ class ZipformerLayer(nn.Module):
         module_drop = PiecewiseLinear((0.0, 0.2), (4000.0, 0.05), (16000.0, 0.0))
         feed_forward_drop = PiecewiseLinear((0.0, 0.1), (4000.0, 0.01), (50000.0, 0.0))
         self.skip_attention = Skip(module_drop)
+        self.mix_evenly = Skip(PiecewiseLinear((0.0, 0.25), (4000.0, 0.025)))
         self.skip_convolution = Skip(module_drop)
         self.skip_feed_forward = Skip(feed_forward_drop)
 
@@ -79,8 +81,10 @@ class ZipformerLayer(nn.Module):
         weights = self.attention_weights(x, positions_RP, mask_BT)
         attended = self.skip_attention.kept(x)
 
+        mixing = _evenly(mask_BT, weights.dtype) if self.mix_evenly.batch() else weights[0]
+
         x = x + self.feed_forward1(x, mask_BT)
-        x = add_kept(x, self.balance_nonlin(self.nonlin_attention(x, weights[0], mask_BT), mask_BT), attended)
+        x = add_kept(x, self.balance_nonlin(self.nonlin_attention(x, mixing, mask_BT), mask_BT), attended)
         x = add_kept(x, self.attention1(x, weights, mask_BT), attended)
         x = add_kept(x, self.convolution1(x, mask_BT), self.skip_convolution.kept(x))
         change = self.balance_feed_forward2(self.feed_forward2(x, mask_BT), mask_BT)
@@ -94,6 +98,11 @@ class ZipformerLayer(nn.Module):
         x = self.norm(self.balance_before_norm(x, mask_BT))
         x = self.bypass(frames_BTD, x)
         return self.whiten(self.balance_output(x, mask_BT), mask_BT)
+
+
+def _evenly(mask_BT: Tensor, dtype: torch.dtype) -> Tensor:
+    """(B, 1, T) attention weights by which every query sees the mean of the valid frames."""
+    return (mask_BT / mask_BT.sum(1, keepdim=True).clamp(min=1)).to(dtype).unsqueeze(1)
 
 
 class FeedForward(nn.Module):

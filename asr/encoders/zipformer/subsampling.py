@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn.grad import conv2d_input
 
 from asr.encoders.zipformer.activation import swoosh_l, swoosh_r
-from asr.encoders.zipformer.balancer import Balancer
 from asr.encoders.zipformer.dropout import ChannelDropout, Skip, add_kept
 from asr.encoders.zipformer.linear import scaled_linear
 from asr.encoders.zipformer.norm import BiasNorm
 from asr.encoders.zipformer.whiten import Whiten
+from asr.layers.balancer import Balancer
 from asr.layers.convolve import Conv2d, computed_on_cpu_in
 from asr.layers.masks import length_mask, zero_padding
 from asr.layers.schedule import PiecewiseLinear, Schedulable

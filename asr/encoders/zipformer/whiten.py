@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from asr.encoders.zipformer.balancer import frame_weights
+from asr.layers.balancer import frame_weights
 from asr.layers.schedule import PiecewiseLinear, Scheduled
 
 
