@@ -58,7 +58,7 @@ def decode(settings: DecodeSettings, run_dir: Path) -> list[dict[str, Any]]:
     from asr.training.distributed import connect
     from asr.training.precision import PrecisionMode
     from asr.training.run_folder import git_commit, safe_name
-    from asr.training.select import select_weights
+    from asr.training.select import averages_to_try, select_weights
 
     _, device = connect(settings.device)
     precision = PrecisionMode(settings.precision.value, device)
@@ -72,7 +72,7 @@ def decode(settings: DecodeSettings, run_dir: Path) -> list[dict[str, Any]]:
         raise ValueError(f"method={method}: this run's head offers {', '.join(model.head.searches)}")
     search = build.build_search(build.search_settings(method, settings.search))
     model.to(device)
-    named = ",".join([method, *(f"{key}={value}" for key, value in settings.encoder.items())])
+    named = ",".join([method, *build.unusual(settings)])
 
     def use(avg: int) -> Selection:
         chosen = select_weights(run_dir, settings.epoch, settings.iter, avg, settings.use_averaged_model, best)
@@ -88,16 +88,18 @@ def decode(settings: DecodeSettings, run_dir: Path) -> list[dict[str, Any]]:
     avg = settings.avg
     if avg == "auto":
         avg = best_average(
-            build.averages_to_try(newest.checkpoint), use, lambda: recognise("dev", build.dev_cuts(trained))[0]
-        )
+            averages_to_try(run_dir, settings.epoch, settings.iter, settings.use_averaged_model, best),
+            use, lambda: recognise("dev", build.dev_cuts(trained))[0],
+        )  # fmt: skip
     if not settings.data.test and build.data_has_changed(newest.checkpoint, trained):
         log.warning("%s has changed since this run was trained", build.prepared_folder(trained))
     chosen = use(avg)
     log.info("decoding by %s with the %s", named, chosen.how)
     results = []
     for name, cuts in build.sets_to_decode(settings, trained).items():
-        utterances, decoded = recognise(name, cuts)
         folder = run_dir / "decode" / f"{name}-{safe_name(named)}-{chosen.label}"
+        build.check_same_set(folder, settings.data.test)
+        utterances, decoded = recognise(name, cuts)
         meta = {
             "set": name,
             "method": named,
@@ -109,6 +111,7 @@ def decode(settings: DecodeSettings, run_dir: Path) -> list[dict[str, Any]]:
             "checksum": chosen.checksum(),
             "extra": {"averaging": chosen.how, "search": settings.search, "encoder": settings.encoder,
                       "precision": settings.precision.value, "unreadable": decoded.unreadable,
+                      "test": settings.data.test and str(Path(settings.data.test).resolve()),
                       "audio_seconds": decoded.audio_seconds},
         }  # fmt: skip
         result = write_results(folder, utterances, meta, build.scoring_unit(utterances))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from asr.command import in_sweep, job_place, report_errors
 from asr.config import ConfigError, check, check_overrides
 from asr.settings import TrainSettings
-from asr.training.run_folder import open_run_dir, versions, write_json
+from asr.training.run_folder import claimed, open_run_dir, versions, write_json
 
 if TYPE_CHECKING:  # what imports torch stands in the functions, so that --help and a misspelt override answer at once
     from asr.training.distributed import World
@@ -43,10 +43,12 @@ def run(settings: TrainSettings, cfg: DictConfig) -> None:
     from asr.training.monitor import start_logging, stop_logging
 
     world, device = connect(settings.device)
-    run_dir = None
+    run_dir, claim = None, ExitStack()
     try:
-        place = job_place(settings.name, settings.run_dir)
-        run_dir = Path(share(str(open_run_dir(*place, settings.resume)) if world.is_main else "", world))
+        if world.is_main:
+            opened = open_run_dir(*job_place(settings.name, settings.run_dir), settings.resume)
+            claim.enter_context(claimed(opened))
+        run_dir = Path(share(str(opened) if world.is_main else "", world))
         start_logging(run_dir if world.is_main else None)
         train(settings, run_dir, world, device)
     except BaseException as error:
@@ -57,6 +59,7 @@ def run(settings: TrainSettings, cfg: DictConfig) -> None:
         raise
     finally:
         stop_logging()
+        claim.close()
         disconnect()
 
 
@@ -173,11 +176,15 @@ def fail(run_dir: Path, cfg: DictConfig, error: BaseException) -> None:
 
 
 def record_failure(run_dir: Path, cfg: DictConfig, error: BaseException) -> None:
-    """Leave the traceback in the run's own log, and for the report the configuration and a mark of the failure."""
+    """Leave the traceback in the run's own log, and for the report the configuration and a mark of the failure.
+
+    A run that has finished stays so: what failed is a command that it was not continued by.
+    """
     log.error("the run failed: %s", error, exc_info=error, extra={"only_in_file": True})
     path = run_dir / "train.json"
     record = json.loads(path.read_text()) if path.exists() else {"name": str(cfg.get("name"))}
-    write_json({**record, "status": "failed", "error": f"{type(error).__name__}: {error}"}, path)
+    if record.get("status") != "finished":
+        write_json({**record, "status": "failed", "error": f"{type(error).__name__}: {error}"}, path)
     if not (run_dir / "config.yaml").exists():  # it failed before the settings were stored
         with suppress(OmegaConfBaseException):
             OmegaConf.resolve(cfg)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
-from asr.settings import DecodeSettings, InitMode, Precision, TrainSettings
+from asr.settings import CheckpointChoice, DecodeSettings, InitMode, Precision, TrainSettings
 from asr.targets import foreign_targets, locate
 
 
@@ -24,19 +25,31 @@ def train_faults(settings: TrainSettings) -> list[str]:
         "trainer.max_skipped": trainer.max_skipped,
         "trainer.doctor_every": trainer.doctor_every,
         "trainer.reference_duration": trainer.reference_duration,
+        "trainer.num_threads": trainer.num_threads,
+        "trainer.initial_grad_scale": trainer.initial_grad_scale,
         "data.max_duration": data.max_duration,
         "data.max_utterance": data.max_utterance,
         "data.num_buckets": data.num_buckets,
         "data.num_jobs": data.num_jobs,
         "data.limit": data.limit,
     }
-    faults = [f"{key}={value}: must be above 0" for key, value in positive.items() if value is not None and value <= 0]
+    faults = [
+        f"{key}={value}: must be above 0" for key, value in positive.items() if value is not None and not value > 0
+    ]
     if data.num_workers < 0:
         faults.append(f"data.num_workers={data.num_workers}: must be 0 or more")
-    if data.min_duration >= data.max_utterance:
+    if not data.min_duration < data.max_utterance:
         faults.append(f"data.min_duration={data.min_duration}: must be below data.max_utterance={data.max_utterance}")
-    if not 0 <= data.max_unknown <= 1:
-        faults.append(f"data.max_unknown={data.max_unknown}: a share between 0 and 1 is expected")
+    faults += [
+        f"{key}={value}: a share between 0 and 1 is expected"
+        for key, value in (
+            ("data.max_unknown", data.max_unknown),
+            ("data.noise_probability", data.noise_probability),
+        )
+        if not 0 <= value <= 1
+    ]
+    if len(set(data.speed_factors)) < len(data.speed_factors):
+        faults.append(f"data.speed_factors={data.speed_factors}: a factor is given twice")
     if not data.speed_factors or any(not 0.5 <= factor <= 2.0 for factor in data.speed_factors):
         faults.append(
             f"data.speed_factors={data.speed_factors}: factors between 0.5 and 2 are expected, as in [0.9,1.0,1.1]"
@@ -83,7 +96,7 @@ def _part_faults(settings: TrainSettings) -> list[str]:
 
 
 def _is_above_zero(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _search_faults(settings: TrainSettings) -> list[str]:
@@ -149,6 +162,10 @@ def decode_faults(settings: DecodeSettings) -> list[str]:
     ]
     if settings.precision not in (Precision.fp32, Precision.amp_bf16, Precision.amp_fp16):
         faults.append(f"precision={settings.precision.value}: decoding knows fp32, amp_fp16 and amp_bf16")
+    if settings.iter is not None and settings.select == CheckpointChoice.best:
+        faults.append("select=best: chooses among epochs; give epoch instead of iter")
+    if settings.data.test and settings.data.sets:
+        faults.append(f"data.sets={settings.data.sets}: names sets of the run, and data.test another; give one of them")
     if settings.data.max_duration <= 0:
         faults.append(f"data.max_duration={settings.data.max_duration}: must be above 0")
     if settings.data.num_workers < 0:

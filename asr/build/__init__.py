@@ -12,15 +12,16 @@ from asr.build.data import (
     texts_of,
 )
 from asr.build.decoding import (
-    averages_to_try,
     build_decode_loader,
     build_search,
+    check_same_set,
     dev_cuts,
     pair_with_references,
     scoring_unit,
     search_settings,
     sets_to_decode,
     settings_of_run,
+    unusual,
 )
 from asr.build.model import (
     build_model,
@@ -47,7 +48,6 @@ from asr.build.training import (
 __all__ = [
     "TrainData",
     "as_plain",
-    "averages_to_try",
     "build_adversary_optimizer",
     "build_decode_loader",
     "build_model",
@@ -58,6 +58,7 @@ __all__ = [
     "build_train_data",
     "check_resume",
     "check_same_data",
+    "check_same_set",
     "check_sizes",
     "count_steps",
     "data_fingerprint",
@@ -80,4 +81,5 @@ __all__ = [
     "store_identity",
     "texts_of",
     "trainer_settings",
+    "unusual",
 ]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import yaml
+from filelock import FileLock
 from lhotse.cut import Cut
 from omegaconf import OmegaConf
 
@@ -17,6 +21,7 @@ from asr.data.cuts import load_cuts
 from asr.data.dataset import SpeechDataset
 from asr.data.loader import Loader
 from asr.rules import search_option_faults
+from asr.scoring.runs import RESULT_FILE
 from asr.scoring.wer import CJK, Utterance
 from asr.settings import DecodeSettings, TrainSettings
 from asr.targets import target_faults
@@ -36,12 +41,19 @@ def sets_to_decode(settings: DecodeSettings, trained: TrainSettings) -> dict[str
     """Cuts of each set that was asked for. Raises ValueError that names the sets there are."""
     if settings.data.test:
         path = Path(settings.data.test).resolve()
-        folder = Path(trained.data.prepared_dir).with_name("decoded") / safe_name(str(path))
+        # Named after the file, so that results of several such sets lie side by side, and of this path alone.
+        name = safe_name(re.sub(r"(\.(tsv|csv|txt|jsonl?|gz))+$", "", path.name))
+        digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
+        folder = Path(trained.data.prepared_dir).with_name("decoded") / f"{name}-{digest}"
         recipe = "recipes.custom.prepare.prepare"
         corpus = make({"_target_": recipe, "test": str(path), "shar_audio_dir": str(folder / "audio")})
-        write_prepared(corpus, folder, Normaliser(), {"test": str(path)})
-        # Named after the file, so that results of several such sets lie side by side.
-        return {safe_name(path.stem.partition(".")[0]): list(load_cuts(folder / "test.jsonl.gz"))}
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):  # several runs may be tested on the same file at once
+            write_prepared(corpus, folder, Normaliser(), {"test": str(path)})
+            cuts = list(load_cuts(folder / "test.jsonl.gz"))
+        if (prepared_folder(trained) / f"{name}.jsonl.gz").exists():  # a set of the run's own has this name
+            name = safe_name(path.name.replace(".", "_"))
+        return {name: cuts}
     splits = prepared_splits(prepared_folder(trained))
     tests = [name for name in splits if name not in ("train", "dev")]
     wanted = settings.data.sets or tests or ["dev"]
@@ -55,10 +67,30 @@ def dev_cuts(trained: TrainSettings) -> list[Cut]:
     return list(load_cuts(prepared_splits(prepared_folder(trained))["dev"]))
 
 
-def averages_to_try(checkpoint: dict[str, Any]) -> list[int]:
-    """Numbers of epochs that `avg=auto` compares for a run that has reached `checkpoint`."""
-    epochs = max(1, checkpoint["progress"]["epoch"] - 1)
-    return sorted({1, *(n for n in (2, 3, 5, 7, 10, 15, 20, 30) if n <= epochs)})
+def unusual(settings: DecodeSettings) -> list[str]:
+    """What was asked for beside method, epoch and average, as in "beam=8": part of the name of the results."""
+    usual = DecodeSettings()
+    named = [f"{key}={value}" for section in (settings.encoder, settings.search) for key, value in section.items()]
+    if not settings.use_averaged_model:
+        named.append("use_averaged_model=false")
+    named += [
+        f"{key}={getattr(settings, key).value}"
+        for key in ("select", "precision")
+        if getattr(settings, key) != getattr(usual, key)
+    ]
+    return named
+
+
+def check_same_set(folder: Path, test: str | None) -> None:
+    """Raises ValueError where the results in `folder` are of another file than `data.test`, by the same name."""
+    if not (test and (folder / RESULT_FILE).is_file()):
+        return
+    before = json.loads((folder / RESULT_FILE).read_text(encoding="utf-8")).get("extra", {}).get("test")
+    if before and Path(before).resolve() != Path(test).resolve():
+        raise ValueError(
+            f"data.test={test}: {folder} holds the results on {before}, which has the same name; rename one of the "
+            "files, or move the folder away"
+        )
 
 
 def build_decode_loader(

@@ -149,12 +149,15 @@ def _run_folders(folder: Path) -> list[Path]:
 
 
 def _decoded(folder: Path, result: dict[str, Any]) -> Decoded:
+    """What the result says of itself goes before the name of its folder, in which options of the search blur."""
     match = DECODE_NAME.fullmatch(folder.name)
     if match:
         options = f"--{match['unit']} {match['at']} --avg {match['avg']}"
-        return Decoded(folder, match["set"], Setting(match["method"], options), result)
-    options = " ".join(f"--{key} {result[key]}" for key in ("epoch", "avg") if result.get(key) is not None)
-    return Decoded(folder, folder.name, Setting(str(result.get("method") or ""), options), result)
+    else:
+        options = " ".join(f"--{key} {result[key]}" for key in ("epoch", "avg") if result.get(key) is not None)
+    method = result.get("method") or (match["method"] if match else "")
+    set_name = result.get("set") or (match["set"] if match else folder.name)
+    return Decoded(folder, str(set_name), Setting(str(method), options), result)
 
 
 def _read_json(path: Path, run: Run) -> dict[str, Any]:

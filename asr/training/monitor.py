@@ -166,9 +166,12 @@ class Monitor:
         self.writer.add_text(name, "\n\n".join(lines), step)
 
     def summary(self, record: dict[str, Any]) -> None:
-        """Write train.json, which the report reads."""
+        """Write train.json, which the report reads. Its peak of memory is the largest of all parts of a run."""
         if self.folder is not None:
-            write_json(record, self.folder / "train.json")
+            path = self.folder / "train.json"
+            before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+            peak = max(record.get("peak_memory_bytes", 0), before.get("peak_memory_bytes", 0))
+            write_json({**record, "peak_memory_bytes": peak}, path)
 
     def close(self) -> None:
         if self.bar is not None:

@@ -80,7 +80,7 @@ def spectrograms(features_BTF: Tensor, lens_B: Tensor, texts: list[str]) -> Figu
         axes = figure.add_subplot(count, 1, index + 1)
         frames = features_BTF[index, : int(lens_B[index])].float().cpu().numpy()
         axes.imshow(frames.T, origin="lower", aspect="auto", vmin=-3, vmax=3, interpolation="nearest")
-        axes.set_title(texts[index][:90], fontsize=9)
+        axes.set_title(texts[index][:90], fontsize=9, parse_math=False)
         axes.set_ylabel("mel bin")
     axes.set_xlabel("frame")
     return figure
@@ -100,9 +100,9 @@ def posteriors(posteriors_TV: Tensor, tokens: Sequence[str], blank_id: int, text
             continue
         (line,) = axes.plot(curve_T.numpy(), linewidth=1)
         for frame in torch.nonzero(begins_T & (leading_T == token)).flatten().tolist():
-            axes.text(frame, 1.03, name, fontsize=8, color=line.get_color())
+            axes.text(frame, 1.03, name, fontsize=8, color=line.get_color(), parse_math=False)
     axes.set_ylim(0, 1.12)
-    axes.set_title(text[:90], fontsize=9)
+    axes.set_title(text[:90], fontsize=9, parse_math=False)
     axes.set_xlabel("encoder frame")
     axes.set_ylabel("probability")
     return figure

@@ -12,9 +12,13 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 # A value that a run may change when it continues: none of these is part of what is being trained.
 FREE_ON_RESUME = {
@@ -58,6 +62,20 @@ def open_run_dir(parent: Path, name: str | None, resume: str) -> Path:
         raise ValueError(f"resume=false: {folder} holds the checkpoints of a run; give another run_dir or resume=auto")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+@contextmanager
+def claimed(run_dir: Path) -> Iterator[None]:
+    """Keep other processes from training in the folder. Raises ValueError where one does already."""
+    lock = FileLock(run_dir / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ValueError(f"run_dir={run_dir}: another process is training in this folder; give another one") from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def safe_name(text: str, limit: int = 100) -> str:

@@ -101,6 +101,29 @@ def select_weights(
     return Selection(weights, checkpoint, kind, end, avg, f"running average over {kind} {_ranges(wanted)}")
 
 
+def averages_to_try(
+    run_dir: Path, epoch: int | None, step: int | None, use_averaged_model: bool = True, best: bool = False
+) -> list[int]:
+    """Of 1, 2, 3, 5, 7, 10, 15, 20, 30 those numbers for which `select_weights` finds every checkpoint it needs."""
+    newest = select_weights(run_dir, epoch, step, use_averaged_model=False)
+    folder, checkpoint = CheckpointFolder(run_dir / "checkpoints"), newest.checkpoint
+    have = folder.numbers(newest.kind)
+    possible = []
+    for avg in (1, 2, 3, 5, 7, 10, 15, 20, 30):
+        try:
+            if best:
+                _best_epochs(folder, checkpoint, have, newest.number, avg)
+                possible.append(avg)
+                continue
+            wanted, before = _range(newest.kind, have, newest.number, avg, folder, checkpoint)
+        except ValueError:
+            continue
+        there = (before is None or before in have) if use_averaged_model else set(wanted) <= set(have)
+        if there:
+            possible.append(avg)
+    return possible or [1]
+
+
 def _at_least_fp32(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
 

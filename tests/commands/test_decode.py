@@ -45,8 +45,8 @@ def test_flags_and_keys_are_the_same(trained):
 
 def test_prefix_beam_search_and_its_options(trained):
     decode(trained, "--method", "ctc_prefix_beam_search", "search.beam=2", "data.sets=[test]")
-    found = result(trained, "test-ctc_prefix_beam_search-epoch-3-avg-1")
-    assert found["method"] == "ctc_prefix_beam_search" and found["num_utterances"] == 5
+    found = result(trained, "test-ctc_prefix_beam_search_beam_2-epoch-3-avg-1")
+    assert found["method"] == "ctc_prefix_beam_search,beam=2" and found["num_utterances"] == 5
     assert "did you mean beam?" in said(trained, "--method", "ctc_prefix_beam_search", "search.beams=2")
 
 
@@ -69,25 +69,36 @@ def test_a_streaming_run_is_decoded_in_chunks_by_every_search_of_its_head(tmp_pa
 def test_weights_are_those_that_were_asked_for(trained):
     def checksum(label: str, *arguments: str) -> str:
         decode(trained, "data.sets=[test]", *arguments)
-        return result(trained, f"test-ctc_greedy_search-{label}")["checksum"]
+        return result(trained, f"test-ctc_greedy_search{label}")["checksum"]
 
+    own = "_use_averaged_model_false"
     ways = [
-        checksum("epoch-3-avg-1", "epoch=3", "avg=1"),
-        checksum("epoch-3-avg-1", "epoch=3", "avg=1", "--use-averaged-model", "false"),
-        checksum("epoch-3-avg-3", "epoch=3", "avg=3"),
-        checksum("epoch-3-avg-3", "epoch=3", "avg=3", "use_averaged_model=false"),
-        checksum("epoch-2-avg-1", "--epoch", "2"),
-        checksum("iter-6-avg-1", "--iter", "6"),
-        checksum("iter-6-avg-2", "iter=6", "avg=2", "use_averaged_model=false"),
+        checksum("-epoch-3-avg-1", "epoch=3", "avg=1"),
+        checksum(f"{own}-epoch-3-avg-1", "epoch=3", "avg=1", "--use-averaged-model", "false"),
+        checksum("-epoch-3-avg-3", "epoch=3", "avg=3"),
+        checksum(f"{own}-epoch-3-avg-3", "epoch=3", "avg=3", "use_averaged_model=false"),
+        checksum("-epoch-2-avg-1", "--epoch", "2"),
+        checksum("-iter-6-avg-1", "--iter", "6"),
+        checksum(f"{own}-iter-6-avg-2", "iter=6", "avg=2", "use_averaged_model=false"),
     ]
     assert len(set(ways)) == len(ways)
-    assert checksum("epoch-3-avg-1") == ways[0], "the newest epoch is the default"
+    assert checksum("-epoch-3-avg-1") == ways[0], "the newest epoch is the default"
+
+
+def test_results_of_other_options_lie_side_by_side_and_are_told_apart_in_the_report(short):
+    for options in (
+        ["search.beam=2"], ["search.beam=3"], ["precision=amp_bf16"], ["select=best"], ["use_averaged_model=false"],
+    ):  # fmt: skip
+        decode(short, "method=ctc_prefix_beam_search", "data.sets=[dev]", *options)
+    report = command("scripts/report.py", str(short), cwd=short.parent).stdout
+    for named in ("beam=2", "beam=3", "precision=amp_bf16", "select=best", "use_averaged_model=false"):
+        assert f"--epoch 2 --avg 1, ctc_prefix_beam_search,{named}" in report
 
 
 def test_select_best_averages_the_epochs_with_the_lowest_dev_error(trained):
     decode(trained, "select=best", "avg=2", "data.sets=[test]")
     valid = sorted(read_json(trained / "train.json")["valid"], key=lambda entry: (entry["wer"], entry["epoch"]))
-    named = result(trained, "test-ctc_greedy_search-epoch-3-avg-2")["extra"]["averaging"]
+    named = result(trained, "test-ctc_greedy_search_select_best-epoch-3-avg-2")["extra"]["averaging"]
     best = sorted(entry["epoch"] for entry in valid[:2])
     assert named in (f"best epochs {best[0]}, {best[1]}", f"best epochs {best[0]}-{best[1]}")
 
@@ -114,6 +125,8 @@ def test_avg_auto_tells_what_it_tried_and_takes_the_best_on_dev(trained):
         (["--avg"], "--avg: give a value, as in --avg VALUE"),
         (["--avg", "--epoch", "3"], "--avg: give a value"),
         (["--epcoh", "3"], "--epcoh: no such option; did you mean --epoch?"),
+        (["iter=6", "select=best"], "select=best: chooses among epochs"),
+        (["data.test=my.tsv", "data.sets=[dev]"], "data.sets=['dev']: names sets of the run, and data.test another"),
         (["epoch=3", "iter=3"], "iter=3: give epoch or iter, not both"),
         (["method=beam"], "this run's head offers ctc_greedy_search, ctc_prefix_beam_search"),
         (["data.sets=[tset]"], "['tset'] not prepared; there are"),
@@ -180,6 +193,23 @@ def test_another_test_set_is_scored_under_its_own_name(short, workplace, tmp_pat
     assert found["num_utterances"] == 3 and found["ref_words"] == 3
     assert "missing.wav" in next(iter(found["extra"]["unreadable"].values()))
     assert [path.name for path in tmp_path.iterdir()] == ["mine.tsv"]
+
+
+def test_results_on_another_file_never_replace_those_of_one_with_its_name(short, workplace, tmp_path):
+    recordings = workplace / "digits" / "recordings"
+    for folder, digit in (("own", 0), ("other", 1)):
+        (tmp_path / folder).mkdir()
+        for name in ("test", "mine.v1"):
+            (tmp_path / folder / f"{name}.tsv").write_text(f"{recordings}/{digit}_ann_0.wav\tZERO\n")
+    decode(short, "data.sets=[test]")
+    decode(short, f"data.test={tmp_path}/own/test.tsv")
+    assert result(short, "test-ctc_greedy_search-epoch-2-avg-1")["num_utterances"] == 5
+    assert result(short, "test_tsv-ctc_greedy_search-epoch-2-avg-1")["num_utterances"] == 1
+    decode(short, f"data.test={tmp_path}/own/mine.v1.tsv")
+    decode(short, f"data.test={tmp_path}/own/mine.v1.tsv")
+    assert result(short, "mine.v1-ctc_greedy_search-epoch-2-avg-1")["num_utterances"] == 1
+    message = said(short, f"data.test={tmp_path}/other/mine.v1.tsv")
+    assert "holds the results on" in message and "own/mine.v1.tsv" in message
 
 
 def test_a_sweep_over_averages_leaves_every_result(short, tmp_path):

@@ -88,6 +88,8 @@ def test_a_finished_run_says_so_and_stays_as_it_is(stopped, digits):
     assert [path.name for path in (stopped / "checkpoints").iterdir()] == ["step-2.pt"]
     assert_same_state(torch.load(stopped / "checkpoints" / "step-2.pt", weights_only=True), before)
     assert read_json(stopped / "train.json")["status"] == "finished"
+    refused = resume(stopped, *digits, "trainer.max_epochs=2", "trainer.max_steps=2", "optim.lr=0.5")
+    assert refused.returncode == 1 and read_json(stopped / "train.json")["status"] == "finished"
 
 
 @pytest.mark.parametrize(

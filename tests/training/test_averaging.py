@@ -4,7 +4,7 @@ from torch import nn
 
 from asr.training.averaging import RunningAverage, difference_of_averages, mean_of_states
 from asr.training.checkpoint import load_weights, save_atomically
-from asr.training.select import select_weights
+from asr.training.select import averages_to_try, select_weights
 
 
 class Counting(nn.Module):
@@ -198,3 +198,15 @@ def test_a_run_that_ended_in_its_first_epoch(run):
     save_atomically({**state, "progress": {"epoch": 2, "valid": []}}, run / "checkpoints/step-3.pt")
     with pytest.raises(ValueError, match="use_averaged_model=false"):
         select_weights(run)
+
+
+def test_only_averages_are_tried_whose_checkpoints_are_there(run):
+    assert averages_to_try(run, None, None) == [1, 2, 3, 5]
+    assert averages_to_try(run, None, None, best=True) == [1, 2, 3]
+    assert averages_to_try(run, None, 53) == [1, 2, 3]
+    for epoch in (1, 2):
+        (run / f"checkpoints/epoch-{epoch}.pt").unlink()  # as trainer.keep_last removes them
+    assert averages_to_try(run, None, None) == [1, 2, 5]  # what begins with the run needs none before
+    assert averages_to_try(run, None, None, use_averaged_model=False) == [1, 2, 3]
+    for avg in (1, 2, 5):
+        select_weights(run, avg=avg)

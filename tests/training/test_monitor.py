@@ -12,7 +12,7 @@ from asr.heads.attention import Attention
 from asr.heads.ctc import CTC
 from asr.heads.joint import Joint
 from asr.training.monitor import Monitor, clock, start_logging
-from asr.training.pictures import Pictures
+from asr.training.pictures import Pictures, posteriors, spectrograms
 from asr.training.step import StepResult
 
 
@@ -136,3 +136,17 @@ def test_utterances_without_frames_before_or_after_subsampling_do_not_stop_a_run
     Pictures(monitor, Dev([empty, tiny.batch("c", frames=5)]), tiny.precision("fp32"), "_abcde").draw(tiny.model(), 1)
     monitor.close()
     assert [path.name for path in (tmp_path / "pictures").iterdir()] == ["features_seen.png"]
+
+
+def test_text_that_looks_like_a_formula_is_drawn_as_it_is():
+    text = "5% OF $100 AND 10% OF $200"
+    spectrograms(torch.zeros(1, 20, 8), torch.tensor([20]), [text]).canvas.draw()
+    posteriors(torch.eye(3)[[0, 1, 2, 1]], ["<blk>", "$1$", "$_x$"], 0, text).canvas.draw()
+
+
+def test_the_peak_of_memory_is_kept_when_a_run_goes_on(tmp_path):
+    for peak, kept in ((5, 5), (3, 5), (7, 7)):
+        monitor = Monitor(tmp_path, 1, 10, progress=False)
+        monitor.summary({"status": "running", "peak_memory_bytes": peak})
+        monitor.close()
+        assert json.loads((tmp_path / "train.json").read_text())["peak_memory_bytes"] == kept

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from asr.training.run_folder import git_commit, new_run_dir, open_run_dir, safe_name, versions, write_json
+from asr.training.run_folder import claimed, git_commit, new_run_dir, open_run_dir, safe_name, versions, write_json
 
 
 def test_runs_of_one_second_have_folders_of_their_own(tmp_path):
@@ -37,6 +37,14 @@ def test_a_used_folder_is_continued_or_refused_as_asked(tmp_path):
     with pytest.raises(ValueError, match="say which run"):
         open_run_dir(tmp_path, None, "true")
     assert open_run_dir(tmp_path, None, "auto") != open_run_dir(tmp_path, None, "auto")
+
+
+def test_a_folder_is_trained_in_by_one_process_at_a_time(tmp_path):
+    told = pytest.raises(ValueError, match="another process is training in this folder")
+    with claimed(tmp_path), told, claimed(tmp_path):
+        pass
+    with claimed(tmp_path):
+        pass
 
 
 def test_names_of_folders_are_safe():
