@@ -143,7 +143,8 @@ def measured_steps(arguments: argparse.Namespace, overrides: list[str]) -> dict[
     medians = {name: statistics.median(measured[1:]) for name, measured in phases.items()}
     # Where not all steps are alike, as with head.free_running, the mean over a multiple of their period counts.
     medians["step_mean_s"] = statistics.mean(phases["step_s"][1:])
-    medians["step_memory_mb"] = (peak_memory_bytes() - at_start) / 2**20
+    # At least a page: Linux's count is off by a few dozen, so that a step that needs no more may seem to need less.
+    medians["step_memory_mb"] = max(4096, peak_memory_bytes() - at_start) / 2**20
     parameters = sum(parameter.numel() for parameter in model.parameters())
     how = {"precision": precision.mode, "compile": arguments.compile, "batch_count": arguments.batch_count}
     return {**given, **how, "parameters": parameters, **shapes, **medians}

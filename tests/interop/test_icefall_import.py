@@ -97,7 +97,7 @@ def test_the_run_decodes_and_training_starts_from_it(tmp_path):
     (tmp_path / "my.tsv").write_text("".join(f"{path}\ta b c\n" for path in recordings))
     decode(tmp_path / "run", f"data.test={tmp_path / 'my.tsv'}", "method=modified_beam_search", "search.beam=4")
     (found,) = (tmp_path / "run" / "decode").iterdir()
-    assert found.name == "my-modified_beam_search-epoch-1-avg-1"
+    assert found.name == "my-modified_beam_search_beam_4-epoch-1-avg-1"
     assert read_json(found / "result.json")["ref_words"] == 9
     assert "A B C" in (found / "recogs.txt").read_text(), "references in the case of its tokens"
 

@@ -142,7 +142,8 @@ def test_the_command_makes_a_run_that_decodes(tmp_path):
     table.write_text("".join(f"{path}\t广州\n" for path in wavs))
     for method in ("attention_rescoring", "attention"):
         decode(run, f"data.test={table}", "--method", method, "--precision", "amp_bf16")
-        assert read_json(run / "decode" / f"my-{method}-epoch-1-avg-1" / "result.json")["num_utterances"] == 2
+        found = read_json(run / "decode" / f"my-{method}_precision_amp_bf16-epoch-1-avg-1" / "result.json")
+        assert found["num_utterances"] == 2
 
 
 @pytest.mark.parametrize(
