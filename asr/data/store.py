@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from lhotse.cut import Cut
+from lhotse.cut import Cut, MixedCut, PaddingCut
 from torch import Tensor
 
 
@@ -17,7 +17,8 @@ class FeatureStore:
     """Features of cuts in `folder`, each computed when it is first asked for.
 
     They are kept as fp16, and what was just computed is rounded likewise, so that no epoch differs from another. A
-    folder belongs to one state of the data and one setting of the features: files are named after cuts alone.
+    folder belongs to one state of the data and one setting of the features: files are named after cuts and the audio
+    behind them alone. Two sets may give one id to different recordings.
     """
 
     def __init__(self, folder: Path):
@@ -36,7 +37,7 @@ class FeatureStore:
         return torch.from_numpy(stored.astype(np.float32))
 
     def _path(self, cut: Cut) -> Path:
-        name = hashlib.sha256(f"{cut.id} {cut.start} {cut.duration}".encode()).hexdigest()[:32]
+        name = hashlib.sha256(repr((cut.id, _audio_of(cut))).encode()).hexdigest()[:32]
         return self.folder / name[:2] / f"{name}.npy"
 
     @staticmethod
@@ -46,3 +47,13 @@ class FeatureStore:
         partial = path.with_name(f"{path.stem}.partial-{os.getpid()}.npy")
         np.save(partial, features)
         partial.replace(path)
+
+
+def _audio_of(cut: Cut) -> tuple:
+    """All that decides the samples of a cut: which channels of which files, from where, how changed and how mixed."""
+    if isinstance(cut, MixedCut):
+        tracks = [(track.offset, track.snr, track.mute, _audio_of(track.cut)) for track in cut.tracks]
+        return (tracks, [transform.to_dict() for transform in cut.transforms or []])
+    if isinstance(cut, PaddingCut):
+        return (cut.duration,)
+    return (cut.start, cut.duration, cut.channel, cut.recording.to_dict() if cut.has_recording else None)

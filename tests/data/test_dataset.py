@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from lhotse import Recording
+from lhotse.utils import fastcopy
 
 from asr.data.augment import random_volume
 from asr.data.dataset import SILENCE, SpeechDataset
@@ -85,6 +87,30 @@ def test_stored_features_are_computed_once_and_the_same_every_time(make_wavs, le
     torch.testing.assert_close(first.features, exact, atol=0.01, rtol=0)
     augmented = SpeechDataset(counting, 23, letters, 0, (random_volume_of_6db,), FeatureStore(tmp_path / "features"))
     assert not torch.equal(augmented[cuts, 1].features, first.features), "what changes every epoch is not stored"
+
+
+def test_cuts_of_one_id_and_length_are_stored_by_what_they_are_cut_of(make_wavs, letters, tmp_path):
+    first, second, third = make_wavs([0.3, 0.3, 0.6])
+    stereo = np.random.default_rng(1).uniform(-0.1, 0.1, (4800, 2))
+    soundfile.write(tmp_path / "stereo.wav", stereo, 16000)
+    left, right = (Recording.from_file(tmp_path / "stereo.wav").to_cut().to_mono()[side] for side in (0, 1))
+    cuts = [
+        first,
+        second,
+        fastcopy(third, duration=0.3),
+        fastcopy(third, duration=0.3, start=0.3),
+        fastcopy(third, duration=0.2),
+        third.perturb_speed(2.0, affix_id=False),
+        *(fastcopy(side, supervisions=first.supervisions) for side in (left, right)),
+        *(first.mix(second.drop_supervisions(), snr=snr) for snr in (0, 10)),
+        first.mix(fastcopy(third, duration=0.3, supervisions=[]), snr=10),
+    ]
+    cuts = [cut.with_id("same") for cut in cuts]
+    fbank = Fbank(num_mel_bins=23)
+    stored = SpeechDataset(fbank, 23, letters, store=FeatureStore(tmp_path / "features"))
+    for cut in [*cuts, *cuts]:
+        exact = SpeechDataset(fbank, 23, letters)[[cut], 1].features
+        torch.testing.assert_close(stored[[cut], 1].features, exact, atol=0.02, rtol=0)
 
 
 def test_a_broken_stored_file_is_named(make_wavs, two_features, letters, tmp_path):
