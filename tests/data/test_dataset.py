@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from lhotse import Recording
+from lhotse import CutSet, Recording
 from lhotse.utils import fastcopy
 
 from asr.data.augment import random_volume
+from asr.data.cuts import load_cuts
 from asr.data.dataset import SILENCE, SpeechDataset
 from asr.data.store import FeatureStore
 from asr.features.fbank import Fbank
@@ -87,6 +88,20 @@ def test_stored_features_are_computed_once_and_the_same_every_time(make_wavs, le
     torch.testing.assert_close(first.features, exact, atol=0.01, rtol=0)
     augmented = SpeechDataset(counting, 23, letters, 0, (random_volume_of_6db,), FeatureStore(tmp_path / "features"))
     assert not torch.equal(augmented[cuts, 1].features, first.features), "what changes every epoch is not stored"
+
+
+def test_what_is_stored_is_found_again_by_another_run(make_wavs, two_features, letters, tmp_path):
+    CutSet.from_cuts(make_wavs([0.3, 0.2])).to_file(tmp_path / "cuts.jsonl.gz")
+
+    def never(samples):
+        raise AssertionError("computed again")
+
+    def features(extract):
+        store = FeatureStore(tmp_path / "features")
+        return SpeechDataset(extract, 2, letters, store=store)[list(load_cuts(tmp_path / "cuts.jsonl.gz")), 1].features
+
+    assert torch.equal(features(two_features), features(never))
+    assert all(np.load(path).dtype == np.float16 for path in (tmp_path / "features").rglob("*.npy"))
 
 
 def test_cuts_of_one_id_and_length_are_stored_by_what_they_are_cut_of(make_wavs, letters, tmp_path):
