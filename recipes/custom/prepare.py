@@ -22,7 +22,7 @@ def prepare(
     """The splits that are given; dev and test are set aside from train where they are not.
 
     dev_share, test_share: how much of train is set aside: whole speakers where they are known, else utterances.
-    shar_audio_dir: where the recordings of Shar folders are unpacked to.
+    shar_audio_dir: where the recordings of Shar folders are unpacked to, each source into a folder of its own.
     Raises ValueError where nothing is given or a path is in no known form.
     """
     given = {name: path for name, path in (("train", train), ("dev", dev), ("test", test)) if path}

@@ -13,6 +13,7 @@ A relative path is meant from the folder of the file that holds it; where nothin
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -38,7 +39,7 @@ SHAR_NOTES = ("shard_origin", "shar_epoch", "dataloading_info")
 def read(path: str, corpus: Corpus, audio_dir: str | None) -> Iterator[Cut]:
     """Cuts of whatever `path` is; counts that concern no utterance and the files read go into `corpus`.
 
-    audio_dir: where the recordings inside a Shar folder are unpacked to.
+    audio_dir: where the recordings inside a Shar folder are unpacked to, those of each source into a folder of its own.
     Raises ValueError, with file and line, for a form that is not known and for lines that do not fit it.
     """
     source = Path(path)
@@ -194,9 +195,12 @@ def _read_shar(folder: Path, audio_dir: str | None) -> Iterator[Cut]:
         raise ValueError(
             f"{folder}: set data.corpus.shar_audio_dir to a folder for the recordings of this Shar folder."
         )
-    os.makedirs(audio_dir, exist_ok=True)
+    # A folder for each source: two may give one id to different recordings.
+    digest = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]
+    own_dir = os.path.join(os.path.abspath(audio_dir), f"{folder.resolve().name}-{digest}")
+    os.makedirs(own_dir, exist_ok=True)
     for cut in CutSet.from_shar(in_dir=folder):
-        name = os.path.join(os.path.abspath(audio_dir), quote(cut.id, safe=""))
+        name = os.path.join(own_dir, quote(cut.id, safe=""))
         # Lhotse notes where in the Shar folder a cut came from, as objects that no manifest can hold.
         custom = {key: value for key, value in (cut.custom or {}).items() if key not in SHAR_NOTES}
         cut = fastcopy(cut, custom=custom or None)

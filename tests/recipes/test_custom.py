@@ -1,7 +1,9 @@
 import json
 import os
 
+import numpy as np
 import pytest
+import soundfile
 from lhotse import CutSet
 from lhotse.shar import SharWriter
 
@@ -135,7 +137,21 @@ def test_shar_folder_is_unpacked(wavs):
     loaded = list(load_cuts(wavs / "out" / "test.jsonl.gz"))
     assert {cut.id: cut.supervisions[0].text for cut in loaded} == {f"c/{n}": f"TEXT {n}" for n in range(3)}
     assert all(abs(load_audio(cut) - load_audio(cuts[0])).max() < 1e-3 for cut in loaded)
-    assert len(list((wavs / "out" / "audio").iterdir())) == 3
+    assert len(list((wavs / "out" / "audio").glob("shar-*/*.flac"))) == 3
+
+
+def test_shar_folders_with_the_same_ids_keep_their_own_audio(tmp_path):
+    levels = {"train": 0.1, "dev": 0.2, "test": 0.3}
+    for split, level in levels.items():
+        folder = tmp_path / split / "shar"
+        folder.mkdir(parents=True)
+        soundfile.write(tmp_path / f"{split}.wav", np.full(4800, level), 16000)
+        with SharWriter(str(folder), fields={"recording": "flac"}) as writer:
+            writer.write(make_cut("same", tmp_path / f"{split}.wav", "TEXT"))
+    given = {split: str(tmp_path / split / "shar") for split in levels}
+    splits = {name: list(cuts) for name, cuts in prepare(**given, shar_audio_dir=str(tmp_path / "out")).splits.items()}
+    found = {name: float(load_audio(*cuts).mean()) for name, cuts in splits.items()}
+    assert found == pytest.approx(levels, abs=1e-3)
 
 
 def test_dev_and_test_are_set_aside_from_train(tmp_path, write_noise):
