@@ -89,10 +89,12 @@ def train(settings: TrainSettings, run_dir: Path, world: World, device: Any) -> 
     mode = resolve_precision(settings.precision.value, device)
     log.info("run folder %s  device %s  precision %s  processes %d", run_dir, device, mode, world.size)
 
-    config = build.as_plain(settings)
+    settings = build.with_whole_paths(settings)
     found = CheckpointFolder(run_dir / "checkpoints").load_newest()
     if found:
-        build.check_resume(found[1], config, mode)
+        build.check_resume(found[1], build.as_plain(settings), mode)
+        settings = build.as_begun(settings, found[1])
+    config = build.as_plain(settings)
     source = None if found else build.load_source(settings)
     build.check_sizes(settings)
     splits = build.prepare_data(settings, world)

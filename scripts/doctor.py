@@ -167,11 +167,12 @@ def settings_of(overrides: list[str], saved: dict[str, Any] | None) -> Any:
     """Checked settings: those of a saved run with changes, or those that train.py would take from the same words."""
     from omegaconf import OmegaConf
 
+    from asr.build import with_whole_paths
     from asr.config import check, composed
 
     if saved is not None and not any(word.startswith("+experiment=") for word in overrides):
         return check(OmegaConf.merge(OmegaConf.create(saved), OmegaConf.from_dotlist(overrides)))
-    return check(composed("train", overrides))
+    return with_whole_paths(check(composed("train", overrides)))
 
 
 def taken_out(words: list[str], own: dict[str, str | None]) -> tuple[list[str], dict[str, str | None]]:

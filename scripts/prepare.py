@@ -36,10 +36,11 @@ def prepare(settings: TrainSettings) -> None:
     from asr.data.cuts import Manifest
     from asr.training.distributed import World
 
+    settings = build.with_whole_paths(settings)
     splits = build.prepare_data(settings, World())
     tokenizer = build.build_tokenizer(settings, Manifest(splits["train"]))
     build.report_tokens(splits, tokenizer, settings, build.prepared_folder(settings))
-    print(f"prepared: {build.prepared_folder(settings).resolve()}")
+    print(f"prepared: {build.prepared_folder(settings)}")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from asr.build.data import (
     TrainData,
+    as_begun,
     build_train_data,
     check_same_data,
     data_fingerprint,
@@ -10,6 +11,7 @@ from asr.build.data import (
     prepare_data,
     prepared_folder,
     texts_of,
+    with_whole_paths,
 )
 from asr.build.decoding import (
     build_decode_loader,
@@ -47,6 +49,7 @@ from asr.build.training import (
 
 __all__ = [
     "TrainData",
+    "as_begun",
     "as_plain",
     "build_adversary_optimizer",
     "build_decode_loader",
@@ -82,4 +85,5 @@ __all__ = [
     "texts_of",
     "trainer_settings",
     "unusual",
+    "with_whole_paths",
 ]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -34,9 +35,46 @@ from asr.training.distributed import World, share
 
 log = logging.getLogger(__name__)
 
+# Keys that name a split, each by a file or folder where it is a path.
+SPLIT_KEYS = ("train", "dev", "test")
+
+
+def with_whole_paths(settings: TrainSettings) -> TrainSettings:
+    """The settings of a command with absolute paths of data, so that one corpus has one name wherever it is named.
+
+    The settings of a run that is there stay as they were stored: the folder of its data is named after them.
+    """
+    return replace(settings, data=replace(settings.data, **whole_paths(vars(settings.data))))
+
+
+def whole_paths(section: dict[str, Any]) -> dict[str, Any]:
+    """`section`, at any depth, with absolute paths.
+
+    A path stands behind a key that ends in _dir, whether it is there or not, and behind the name of a split where
+    something is there: a recipe may have a name of its own for a part of its corpus.
+    """
+
+    def whole(key: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return whole_paths(value)
+        is_path = isinstance(value, str) and (key.endswith("_dir") or (key in SPLIT_KEYS and os.path.exists(value)))
+        return os.path.abspath(value) if is_path else value
+
+    return {key: whole(key, value) for key, value in section.items()}
+
+
+def as_begun(settings: TrainSettings, checkpoint: dict[str, Any]) -> TrainSettings:
+    """The settings with the corpus as the run that wrote `checkpoint` named it, by which its data is found again."""
+    before = checkpoint["config"]["data"]
+    named = {key: before[key] for key in ("corpus", "shar_dir", *SPLIT_KEYS) if key in before}
+    return replace(settings, data=replace(settings.data, **named))
+
 
 def prepared_folder(settings: TrainSettings) -> Path:
-    """Where this corpus with these settings lies: one folder each, so that a sweep over them overwrites nothing."""
+    """Where this corpus with these settings lies: one folder each, so that a sweep over them overwrites nothing.
+
+    Relative paths count as they are written; `with_whole_paths` leaves none.
+    """
     identity: Any = _prepared_as(settings) if settings.data.shar_dir else settings.data.corpus
     stamp = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
     folder = Path(settings.data.prepared_dir)

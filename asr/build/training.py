@@ -11,7 +11,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-from asr.build.data import TrainData
+from asr.build.data import TrainData, whole_paths
 from asr.build.objects import make
 from asr.rules import by_place
 from asr.settings import Precision, TrainerSettings, TrainSettings
@@ -88,8 +88,9 @@ def store_identity(run_dir: Path, config: dict[str, Any], tokenizer: Tokenizer, 
 
 def check_resume(checkpoint: dict[str, Any], config: dict[str, Any], mode: str) -> None:
     """Raise ValueError when the run that wrote `checkpoint` was another one than `config` asks for."""
-    # What the settings of an older version lack counts as it is now.
-    changed = changed_keys(config | checkpoint["config"], config)
+    # What the settings of an older version lack counts as it is now, and its relative paths as meant from here.
+    before = config | checkpoint["config"]
+    changed = changed_keys(before | {"data": whole_paths(before["data"])}, config)
     if checkpoint["precision"]["mode"] != mode:
         changed.append(f"precision (was {checkpoint['precision']['mode']}, now {mode})")
     if changed:

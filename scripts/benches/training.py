@@ -208,7 +208,7 @@ def bench_loader(arguments: argparse.Namespace, overrides: list[str]) -> None:
     from asr.training.precision import PrecisionMode, resolve_precision
     from asr.training.step import train_step
 
-    settings = composed(overrides)
+    settings = build.with_whole_paths(composed(overrides))
     world, device = connect(settings.device)
     splits = build.prepare_data(settings, world)
     tokenizer = build.build_tokenizer(settings, Manifest(splits["train"]))
