@@ -16,7 +16,7 @@ from torch import Tensor
 from asr.build.data import prepared_folder, texts_of
 from asr.build.objects import make
 from asr.data.cuts import Manifest, load_audio
-from asr.data.dataset import one_thread
+from asr.data.dataset import NOT_FINITE, one_thread
 from asr.data.report import add_tokenizer_section, format_summary, read_report, write_report
 from asr.features.normalise import FeatureNorm
 from asr.layers.init import initialise
@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 # Statistics of this many utterances are those of the whole set to three digits.
 UTTERANCES_FOR_STATISTICS = 500
+MOST_NAMED = 10
 
 
 def build_tokenizer(settings: TrainSettings, train_cuts: Iterable[Cut]) -> Tokenizer:
@@ -119,19 +120,36 @@ def start_from(
 
 
 def fit_feature_norm(model: AsrModel, settings: TrainSettings, cuts: Manifest) -> None:
-    """Take the statistics of evenly spread training utterances."""
+    """Take the statistics of evenly spread training utterances.
+
+    What training will leave out, because its audio cannot be read or its features are not finite, is left out here too,
+    and told. Raises ValueError where nothing is left.
+    """
     norm = model.feature_norm
     if not (isinstance(norm, FeatureNorm) and norm.needs_fit):
         return
     fbank = make(settings.features["fbank"])
     chosen = islice(cuts, 0, None, max(1, len(cuts) // UTTERANCES_FOR_STATISTICS))
 
+    skipped: list[str] = []
+
     def features() -> Iterable[Tensor]:
         for cut in chosen:
             try:
-                yield fbank(torch.from_numpy(load_audio(cut)))
-            except ValueError:
-                continue  # the loader will name it
+                features_TF = fbank(torch.from_numpy(load_audio(cut)))
+            except ValueError as error:
+                skipped.append(f"{cut.id}: {error}")
+                continue
+            if features_TF.isfinite().all():
+                yield features_TF
+            else:
+                skipped.append(f"{cut.id}: {NOT_FINITE}")
+        if skipped:
+            more = " ..." if len(skipped) > MOST_NAMED else ""
+            log.warning(
+                "%d utterances are left out of the feature statistics: %s%s",
+                len(skipped), "; ".join(skipped[:MOST_NAMED]), more,
+            )  # fmt: skip
 
     with one_thread():
         norm.fit(features())

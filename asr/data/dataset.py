@@ -30,6 +30,8 @@ class TextEncoder(Protocol):
 # Log-mel features of nothing, as Lhotse and icefall pad: models that see their padding were trained to hear it as this.
 SILENCE = math.log(1e-10)
 
+NOT_FINITE = "its audio gives features that are not finite"
+
 # A change of a cut's audio: (cut, generator of this cut and epoch) -> cut.
 CutAugment = Callable[[Cut, random.Random], Cut]
 
@@ -86,7 +88,7 @@ class SpeechDataset(torch.utils.data.Dataset):
             if features.isfinite().all():
                 read.append((cut, features))
             else:
-                skip(cut, "its audio gives features that are not finite")
+                skip(cut, NOT_FINITE)
         texts = [self.tokenizer.normaliser(_text(cut)) for cut, _ in read]
         tokens = [torch.tensor(self.tokenizer.encode(text), dtype=torch.int64) for text in texts]
         features_BTF, feature_lens_B = _pad([f for _, f in read], (self.num_mel_bins,), SILENCE)

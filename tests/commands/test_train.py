@@ -3,13 +3,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+import soundfile
 import torch
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from asr.text.tokenizer import load_tokenizer
-from tests.commands.tiny import MODEL, assert_same_state, command, digits_data, read_json, train
+from tests.commands.tiny import MODEL, RATE, assert_same_state, command, digits_data, read_json, train, write_digits
 
 
 def test_a_run_folder_holds_what_reports_decoding_and_people_need(trained):
@@ -90,6 +92,23 @@ def test_special_characters_in_data_paths(tmp_path, workplace):
     done = command("train.py", "-m", *MODEL, *overrides, both, "run_dir=sweep", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert len(list((tmp_path / "sweep").glob("*/checkpoints/*.pt"))) == 2
+
+
+def test_what_has_no_usable_audio_is_left_out_of_the_statistics_and_of_training(tmp_path):
+    recordings = sorted((write_digits(tmp_path / "corpus") / "recordings").glob("*.wav"))
+    soundfile.write(tmp_path / "loud.wav", np.full(RATE, 1e30, dtype=np.float32), RATE, subtype="FLOAT")
+    soundfile.write(tmp_path / "gone.wav", np.zeros(RATE), RATE)
+    for name, others in (("train", [tmp_path / "loud.wav", tmp_path / "gone.wav"]), ("dev", [])):
+        (tmp_path / f"{name}.tsv").write_text("".join(f"{path}\tabc\n" for path in [*others, *recordings]))
+    data = ["data=custom", *(f"data.{name}={tmp_path / name}.tsv" for name in ("train", "dev")),
+            "data.corpus.test_share=0.1", f"data.prepared_dir={tmp_path / 'prepared'}", "tokenizer=word"]  # fmt: skip
+    assert command("scripts/prepare.py", *data, "data.num_jobs=1", cwd=tmp_path).returncode == 0
+    (tmp_path / "gone.wav").unlink()
+    run = train(*data, "trainer.max_epochs=1", run_dir=tmp_path / "run")
+    assert read_json(run / "train.json")["skipped_utterances"] == 2
+    (told,) = (line for line in (run / "train.log").read_text().splitlines() if "feature statistics" in line)
+    assert "2 utterances" in told and "loud: its audio gives features that are not finite" in told
+    assert "gone.wav): missing file" in told
 
 
 @pytest.mark.parametrize("mode", ["amp_fp16", "amp_bf16", "bf16"])
