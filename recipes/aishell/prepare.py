@@ -6,10 +6,12 @@
 
 from __future__ import annotations
 
+import shutil
 import tarfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
+from filelock import FileLock
 from lhotse.cut import Cut
 from tqdm import tqdm
 
@@ -69,17 +71,40 @@ def _read_transcript(path: Path, keep_spaces: bool) -> dict[str, str]:
 
 
 def _unpack(folder: Path) -> None:
-    """Unpack archives of speakers into <folder>/<part>/<speaker>; names inside them never lead elsewhere."""
+    """Unpack archives of speakers into <folder>/<part>/<speaker>; names inside them never lead elsewhere.
+
+    All are unpacked beside their place and moved there once they are whole, so that nothing interrupted looks
+    finished: the next start begins anew, or goes on moving.
+    """
     archives = sorted(folder.glob("*.tar.gz"))
-    if not archives or any((folder / part).is_dir() for part in PARTS):
+    partial, whole = folder / ".unpacking", folder / ".unpacked"
+
+    def finished() -> bool:
+        return not whole.is_dir() and any((folder / part).is_dir() for part in PARTS)
+
+    if not archives or finished():
         return
-    for path in tqdm(archives, desc="unpacking speakers", disable=None):
-        with tarfile.open(path) as archive:
-            for member in archive:
-                where = PurePosixPath(member.name).parts[-3:]
-                content = archive.extractfile(member) if member.isfile() and member.name.endswith(".wav") else None
-                if content is None or len(where) != 3 or where[0] not in PARTS or where[1] == "..":
-                    continue
-                target = folder.joinpath(*where)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(content.read())
+    with FileLock(f"{partial}.lock"):  # several runs may find the archives at once
+        if finished():
+            return
+        if not whole.is_dir():
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            for path in tqdm(archives, desc="unpacking speakers", disable=None):
+                _unpack_speaker(path, partial)
+            partial.rename(whole)
+        for part in sorted(whole.iterdir()):
+            part.rename(folder / part.name)
+        whole.rmdir()
+
+
+def _unpack_speaker(path: Path, folder: Path) -> None:
+    with tarfile.open(path) as archive:
+        for member in archive:
+            where = PurePosixPath(member.name).parts[-3:]
+            content = archive.extractfile(member) if member.isfile() and member.name.endswith(".wav") else None
+            if content is None or len(where) != 3 or where[0] not in PARTS or where[1] == "..":
+                continue
+            target = folder.joinpath(*where)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content.read())

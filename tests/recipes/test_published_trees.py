@@ -1,6 +1,8 @@
 """Recipes of published corpora, on tiny trees in the publishers' layouts and on real speech where it is there."""
 
+import shutil
 import tarfile
+from pathlib import Path
 
 import pytest
 
@@ -148,14 +150,48 @@ def test_aishell_reads_marks_line_ends_and_mixed_text(aishell):
     assert Normaliser(width="half")(cut.supervisions[0].text) == "播放ABC的歌"
 
 
-def test_aishell_unpacks_the_archives_of_speakers(aishell):
+@pytest.fixture
+def packed_aishell(aishell):
+    """The tree with its speakers in archives alone."""
     wav = aishell / "data_aishell" / "wav"
     for speaker in sorted(wav.glob("*/*")):
         with tarfile.open(wav / f"{speaker.name}.tar.gz", "w:gz") as archive:
             archive.add(speaker, f"./{speaker.parent.name}/{speaker.name}")
-        for path in speaker.iterdir():
-            path.unlink()
-        speaker.rmdir()
-        speaker.parent.rmdir()
-    corpus = prepare_aishell(str(aishell))
-    assert [len(load_audio(cut)) for part in ("train", "dev", "test") for cut in corpus.splits[part]] == [8000] * 3
+        shutil.rmtree(speaker.parent)
+    return aishell
+
+
+def samples_of_aishell(folder):
+    corpus = prepare_aishell(str(folder))
+    return [len(load_audio(cut)) for part in ("train", "dev", "test") for cut in corpus.splits[part]]
+
+
+def test_aishell_unpacks_the_archives_of_speakers(packed_aishell):
+    assert samples_of_aishell(packed_aishell) == [8000] * 3
+
+
+def test_aishell_begins_anew_after_an_archive_that_was_cut_off(packed_aishell):
+    last = packed_aishell / "data_aishell" / "wav" / "S0764.tar.gz"
+    packed = last.read_bytes()
+    last.write_bytes(packed[: len(packed) // 2])
+    with pytest.raises(EOFError):
+        prepare_aishell(str(packed_aishell))
+    last.write_bytes(packed)
+    assert samples_of_aishell(packed_aishell) == [8000] * 3
+
+
+@pytest.mark.parametrize("step", range(4))
+def test_aishell_that_was_interrupted_while_it_moved_parts_goes_on(packed_aishell, step, monkeypatch):
+    rename, moved = Path.rename, []
+
+    def interrupted(path, target):
+        if len(moved) == step:
+            raise KeyboardInterrupt
+        moved.append(path)
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            prepare_aishell(str(packed_aishell))
+    assert samples_of_aishell(packed_aishell) == [8000] * 3
