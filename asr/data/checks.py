@@ -11,6 +11,7 @@
 | supervision shorter than its cut | the cut is trimmed to it |
 | empty transcript | refused for training; an empty reference is legal in a scored set |
 | missing file, damaged audio, NaN samples | refused |
+| file of another sampling rate than its manifest says | refused: it would be heard too fast or too slow |
 | id seen before in the split | refused for training; renamed in a scored set |
 
 A scored set (every split but "train") never shrinks: what would be refused stays as a cut marked unreadable, so that
@@ -44,6 +45,7 @@ from asr.data.cuts import (
     audio_path,
     load_audio,
     simple_parts,
+    source_sampling_rate,
     unreadable_cut,
     unreadable_reason,
     with_supervision,
@@ -201,8 +203,9 @@ def _audio_problem(cut: Cut) -> tuple[str, str]:
     """Reason and detail of what is wrong with the audio of a cut, two empty strings where nothing is."""
     try:
         for part in simple_parts(cut):
-            if missing := _missing_seconds(part):
-                return "cut longer than its recording", f"{missing:.3f} s are missing at the end of {audio_path(part)}"
+            for path in (str(source.source) for source in part.recording.sources if source.type == "file"):
+                if (problem := _problem_of_file(part, path))[0]:
+                    return problem
         load_audio(cut)
     except AudioError as error:
         return error.reason, error.detail
@@ -211,18 +214,22 @@ def _audio_problem(cut: Cut) -> tuple[str, str]:
     return "", ""
 
 
-def _missing_seconds(cut: Cut) -> float:
-    """By how much a cut exceeds the file itself, where its manifest says otherwise.
+def _problem_of_file(cut: Cut, path: str) -> tuple[str, str]:
+    """Reason and detail where the file itself is not what the manifest of a cut says, else two empty strings.
 
-    Lhotse covers up to half a second with a mirror image of what is there. Decoders of MP3 differ by less than 0.1 s.
+    Lhotse never compares the rates, and covers up to half a second that is missing with a mirror image of what is
+    there. Decoders of MP3 differ by less than 0.1 s.
     """
-    speeds = [step for step in cut.recording.transforms or [] if _name_of(step) != "Resample"]
-    path = audio_path(cut)
-    if speeds or not os.path.isfile(path):
-        return 0.0
-    info = soundfile.info(path)
+    if not os.path.isfile(path):
+        return "", ""
+    info, stated = soundfile.info(path), source_sampling_rate(cut)
+    if info.samplerate != stated:
+        return "wrong sampling rate", f"{stated} Hz by its manifest, {info.samplerate} Hz in {path}"
+    changes_length = any(_name_of(step) != "Resample" for step in cut.recording.transforms or [])
     missing = cut.end - info.frames / info.samplerate
-    return missing if missing > DECODER_SLACK_SECONDS else 0.0
+    if missing > DECODER_SLACK_SECONDS and not changes_length:
+        return "cut longer than its recording", f"{missing:.3f} s are missing at the end of {path}"
+    return "", ""
 
 
 def _name_of(transform: Any) -> str:

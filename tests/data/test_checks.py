@@ -147,6 +147,26 @@ def test_nearly_half_a_second_that_is_missing_is_noticed(tmp_path):
     assert not kept and "0.400 s are missing" in rejected[0].detail
 
 
+@pytest.mark.parametrize("rate", [8000, 32000])
+def test_a_file_of_another_rate_than_its_manifest_says_is_refused(wav, rate):
+    cut = make_cut("a", wav, "A")
+    soundfile.write(wav, NOISE, rate)
+    found = [cut, make_cut("resampled", wav, "A"), make_cut("fast", wav, "A").perturb_speed(1.1, affix_id=False)]
+    kept, (rejected,) = check_cuts(found, "train")
+    assert [cut.id for cut in kept] == ["resampled", "fast"]
+    assert (rejected.id, rejected.reason, rejected.path) == ("a", "wrong sampling rate", str(wav))
+    assert rejected.detail == f"16000 Hz by its manifest, {rate} Hz in {wav}"
+
+
+def test_the_rate_of_every_file_of_a_mixed_cut_is_compared(wav, tmp_path):
+    noise = tmp_path / "noise.wav"
+    soundfile.write(noise, NOISE, 16000)
+    mixed = make_cut("a", wav, "A").mix(make_cut("n", noise, None).drop_supervisions(), snr=10, preserve_id="left")
+    soundfile.write(noise, NOISE, 8000)
+    _, (rejected,) = check_cuts([mixed], "train")
+    assert rejected.id == "a" and rejected.detail == f"16000 Hz by its manifest, 8000 Hz in {noise}"
+
+
 def test_duplicate_ids_train_once_and_are_scored_twice(wav):
     cuts = [make_cut("a", wav, "ONE"), make_cut("a", wav, "TWO")]
     (kept,), (rejected,) = check_cuts(cuts, "train")
