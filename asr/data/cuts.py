@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import soundfile
 from lhotse import AudioSource, CutSet, MonoCut, Recording, SupervisionSegment
 from lhotse.audio.backend import LibsndfileBackend, set_current_audio_backend
 from lhotse.cut import Cut, MixedCut
@@ -50,7 +51,11 @@ class _Libsndfile(LibsndfileBackend):
             with open(part["file"], "rb") as file:
                 file.seek(int(part["start"]))
                 path_or_fd = BytesIO(file.read(int(part["size"])))
-        return super().read_audio(path_or_fd, *arguments, **options)
+        try:
+            return super().read_audio(path_or_fd, *arguments, **options)
+        except soundfile.LibsndfileError as error:
+            # Lhotse raises every error again as its own kind made of a text, which this kind cannot be made of.
+            raise soundfile.SoundFileRuntimeError(str(error)) from error
 
 
 set_current_audio_backend(_Libsndfile())
@@ -218,7 +223,8 @@ def unreadable_reason(cut: Cut) -> str | None:
 def load_audio(cut: Cut) -> np.ndarray:
     """Samples (N,) of a cut: float32, 16 kHz, mean of the channels.
 
-    Raises AudioError (a ValueError) naming the id and the path when the audio is missing, damaged, empty or not finite.
+    Raises AudioError (a ValueError) naming the id and the path when the audio is missing, damaged, empty or not finite:
+    of a mixed cut the path that is to blame, such as that of the noise.
     """
     where = f"Utterance {cut.id!r} ({audio_path(cut) or 'no audio file'})"
     if reason := unreadable_reason(cut):
@@ -228,19 +234,42 @@ def load_audio(cut: Cut) -> np.ndarray:
             cut = cut.resample(SAMPLE_RATE)
         channels = cut.load_audio()
     except Exception as error:  # libsndfile, Lhotse and the file system raise many unrelated kinds
-        path = audio_path(cut)
-        part = _BYTE_RANGE.fullmatch(path)
-        missing = bool(path) and not os.path.exists(path) and not (part and os.path.exists(part["file"]))
-        reason, detail = ("missing file", "no such file") if missing else ("corrupt audio", _short(error))
-        raise AudioError(f"{where}: {reason}: {detail}", reason, detail) from error
+        path = audio_path(_faulty_part(cut))
+        found = ("missing file", "no such file") if _is_missing(path) else ("corrupt audio", _short(error))
+        raise _audio_error(cut, path, *found) from error
     if channels is None:
         raise AudioError(f"{where}: has no recording", "no recording", "the cut refers to no audio")
     samples = np.ascontiguousarray(channels.mean(axis=0) if channels.shape[0] > 1 else channels[0], dtype=np.float32)
     if len(samples) == 0:
         raise AudioError(f"{where}: holds no samples", "corrupt audio", "holds no samples")
     if not np.isfinite(samples).all():
-        raise AudioError(f"{where}: NaN or infinite samples", "non-finite samples", "NaN or infinite samples")
+        raise _audio_error(cut, audio_path(_faulty_part(cut)), "non-finite samples", "NaN or infinite samples")
     return samples
+
+
+def _audio_error(cut: Cut, path: str, reason: str, detail: str) -> AudioError:
+    """The error of a cut for what is wrong with the file at `path`; the detail names it where it is not the first."""
+    message = f"Utterance {cut.id!r} ({path or 'no audio file'}): {reason}: {detail}"
+    return AudioError(message, reason, detail if path == audio_path(cut) else f"{path}: {detail}")
+
+
+def _is_missing(path: str) -> bool:
+    """Whether a path is that of a file which is not there; no URL is."""
+    part = _BYTE_RANGE.fullmatch(path)
+    there = os.path.exists(path) or bool(part and os.path.exists(part["file"]))
+    return bool(path) and "://" not in path and not there
+
+
+def _faulty_part(cut: Cut) -> Cut:
+    """The first part of a cut that by itself cannot be loaded or is not finite; the cut where none is such."""
+    for part in simple_parts(cut):
+        try:
+            channels = part.load_audio()
+        except Exception:
+            return part
+        if channels is not None and not np.isfinite(channels).all():
+            return part
+    return cut
 
 
 def simple_parts(cut: Cut) -> list[Cut]:

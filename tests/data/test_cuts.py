@@ -4,7 +4,7 @@ import json
 import numpy as np
 import pytest
 import soundfile
-from lhotse import CutSet, MonoCut
+from lhotse import AudioSource, CutSet, MonoCut
 
 from asr.data.cuts import AudioError, Manifest, iterate_cuts, load_audio, load_cuts, make_cut, unreadable_reason
 
@@ -83,6 +83,43 @@ def test_error_names_id_and_path(tmp_path):
     with pytest.raises(AudioError, match=r"the-id.*a\.wav.*missing file") as caught:
         load_audio(cut)
     assert caught.value.reason == "missing file"
+
+
+def test_error_tells_what_the_decoder_said(tmp_path):
+    cut = make_cut("the-id", write_tone(tmp_path / "a.wav"), "A")
+    (tmp_path / "a.wav").write_text("no audio at all")
+    with pytest.raises(AudioError, match=r"corrupt audio: .*a\.wav': Format not recognised") as caught:
+        load_audio(cut)
+    assert "Format not recognised" in caught.value.detail
+
+
+def test_error_of_an_address_is_not_that_of_a_missing_file(tmp_path):
+    cut = make_cut("the-id", write_tone(tmp_path / "a.wav"), "A")
+    cut.recording.sources[0] = AudioSource("url", [0], "nowhere://a.wav")
+    with pytest.raises(AudioError, match=r"\(nowhere://a\.wav\): corrupt audio: \w+") as caught:
+        load_audio(cut)
+    assert caught.value.reason == "corrupt audio"
+
+
+def spoil(path, how):
+    if how == "missing file":
+        path.unlink()
+    elif how == "corrupt audio":
+        path.write_text("no audio at all")
+    else:
+        soundfile.write(path, np.full(16000, np.nan), 16000, subtype="FLOAT")
+
+
+@pytest.mark.parametrize("how", ["missing file", "corrupt audio", "non-finite samples"])
+@pytest.mark.parametrize("which", ["speech", "noise"])
+def test_error_names_the_recording_of_a_mix_that_is_to_blame(tmp_path, which, how):
+    speech, noise = (make_cut(name, write_tone(tmp_path / f"{name}.wav"), "A") for name in ("speech", "noise"))
+    mixed = speech.mix(noise.drop_supervisions(), snr=10, preserve_id="left")
+    spoil(tmp_path / f"{which}.wav", how)
+    with pytest.raises(AudioError, match=rf"^Utterance 'speech' \(\S*/{which}\.wav\): {how}") as caught:
+        load_audio(mixed)
+    assert caught.value.reason == how
+    assert which == "speech" or caught.value.detail.startswith(str(tmp_path / "noise.wav"))
 
 
 def test_not_finite_samples_are_refused(tmp_path):
