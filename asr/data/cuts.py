@@ -95,7 +95,7 @@ def iterate_cuts(path: str | Path) -> Iterator[Cut]:
     Raises ValueError that names file and line for a missing, empty or truncated file and for a line that is not a cut.
     """
     for number, line in read_lines(path):
-        yield _parse_cut(line, f"{path}, line {number}")
+        yield parse_cut(line, f"{path}, line {number}")
 
 
 class Manifest:
@@ -119,7 +119,8 @@ def load_cuts(path: str | Path) -> CutSet:
     return CutSet.from_cuts(iterate_cuts(path))
 
 
-def _parse_cut(line: str, where: str) -> Cut:
+def parse_cut(line: str, where: str) -> Cut:
+    """The cut on one line of a manifest. Raises ValueError that names the place, `where`, for a line that is none."""
     try:
         item = deserialize_item(json.loads(line))
     except json.JSONDecodeError as error:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ from lhotse.cut import Cut, MixedCut
 from lhotse.utils import fastcopy
 
 from asr.data.corpus import Corpus
-from asr.data.cuts import iterate_cuts, make_cut, unreadable_cut
+from asr.data.cuts import make_cut, parse_cut, simple_parts, unreadable_cut
 from asr.data.lines import read_lines
 
 AUDIO_COLUMNS = ("audio", "path", "audio_path", "audio_filepath", "wav", "file")
@@ -79,6 +80,7 @@ def _parse(line: tuple[int, str], source: Path) -> dict[str, Any]:
 def _table_rows(source: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Rows of a tab-separated table. Quotation marks are text. Without a header: audio path, text, perhaps speaker."""
     header: list[str] = []
+    number, empty = 0, True
     for number, line in read_lines(source):
         fields = line.split("\t")
         if not header:
@@ -91,29 +93,48 @@ def _table_rows(source: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             raise ValueError(
                 f"{source}, line {number}: {len(fields)} tab-separated fields, expected {' <tab> '.join(header)}."
             )
+        empty = False
         yield number, dict(zip(header, fields, strict=False))
+    if empty:
+        raise ValueError(f"{source}, line {number}: a header with nothing below it; add a line for each utterance.")
 
 
 def _read_rows(source: Path, rows: Iterator[tuple[int, dict[str, Any]]]) -> Iterator[Cut]:
     """Cuts of mappings with an audio path and a text."""
     entries = []
     for number, row in rows:
+        where = f"{source}, line {number}"
         path = next((row[name] for name in AUDIO_COLUMNS if row.get(name)), None)
         if not isinstance(path, str):
-            raise ValueError(f"{source}, line {number}: no audio path; expected one of the keys {AUDIO_COLUMNS}.")
-        try:
-            start = float(row.get("start") or row.get("offset") or 0.0)
-            duration = float(row["duration"]) if row.get("duration") not in (None, "") else None
-        except (TypeError, ValueError):
-            raise ValueError(f"{source}, line {number}: start and duration must be seconds.") from None
+            raise ValueError(f"{where}: no audio path; expected one of the keys {AUDIO_COLUMNS}.")
+        start = _seconds(row.get("start") or row.get("offset") or 0.0, where)
+        duration = _seconds(row["duration"], where) if row.get("duration") not in (None, "") else None
         text = row.get("text")
         if text is not None and not isinstance(text, str):
-            raise ValueError(f"{source}, line {number}: the text is no string: {text!r}.")
+            raise ValueError(f"{where}: the text is no string: {text!r}.")
+        _check_id(str(row.get("id") or ""), where)
         entries.append((_resolve(path.strip(), source.parent), text, start, duration, row))
     folder = os.path.commonpath([os.path.dirname(path) for path, *_ in entries])
     for path, text, start, duration, row in entries:
         cut_id = str(row.get("id") or "") or _id_of(os.path.relpath(path, folder), start)
         yield make_cut(cut_id, path, text, str(row.get("speaker") or ""), start, duration)
+
+
+def _seconds(value: Any, where: str) -> float:
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError, OverflowError):
+        seconds = math.nan
+    if not math.isfinite(seconds):
+        raise ValueError(f"{where}: start and duration must be seconds, found {value!r}; write a finite number.")
+    return seconds
+
+
+def _check_id(cut_id: str, where: str) -> None:
+    if any(character in cut_id for character in "\t\n\r"):
+        raise ValueError(
+            f"{where}: the id {cut_id!r} holds a tab or a line break, which end a field of the result files; rename it."
+        )
 
 
 def _id_of(path: str, start: float) -> str:
@@ -138,11 +159,10 @@ def _read_kaldi(folder: Path, corpus: Corpus) -> Iterator[Cut]:
     segments: dict[str, tuple[str, float, float]] = {}
     if "segments" in names:
         for key, value in _mapping(folder / "segments").items():
-            try:
-                recording, first, last = value.split()
-                segments[key] = (recording, float(first), float(last))
-            except ValueError:
-                raise ValueError(f"{folder / 'segments'}, {key!r}: expected `<recording> <start> <end>`.") from None
+            where, fields = f"{folder / 'segments'}, {key!r}", value.split()
+            if len(fields) != 3:
+                raise ValueError(f"{where}: expected `<recording> <start> <end>`.")
+            segments[key] = (fields[0], _seconds(fields[1], where), _seconds(fields[2], where))
     else:
         segments = {key: (key, 0.0, -1.0) for key in recordings}
     for key, text in texts.items():
@@ -181,8 +201,18 @@ def _kaldi_path(entry: str, key: str, folder: Path) -> str:
 
 def _read_manifest(source: Path) -> Iterator[Cut]:
     """Cuts of a Lhotse manifest, with relative paths made absolute."""
-    for cut in iterate_cuts(source):
+    for number, line in read_lines(source):
+        where = f"{source}, line {number}"
+        cut = parse_cut(line, where)
+        _check_cut(cut, where)
         yield _with_sources(cut, lambda audio: _absolute(audio, source.parent))
+
+
+def _check_cut(cut: Cut, where: str) -> None:
+    _check_id(cut.id, where)
+    for part in (*simple_parts(cut), *cut.supervisions):
+        _seconds(part.start, where)
+        _seconds(part.duration, where)
 
 
 def _absolute(audio: AudioSource, folder: Path) -> AudioSource:
@@ -200,6 +230,7 @@ def _read_shar(folder: Path, audio_dir: str | None) -> Iterator[Cut]:
     own_dir = os.path.join(os.path.abspath(audio_dir), f"{folder.resolve().name}-{digest}")
     os.makedirs(own_dir, exist_ok=True)
     for cut in CutSet.from_shar(in_dir=folder):
+        _check_cut(cut, f"{folder}, cut {cut.id!r}")
         name = os.path.join(own_dir, quote(cut.id, safe=""))
         # Lhotse notes where in the Shar folder a cut came from, as objects that no manifest can hold.
         custom = {key: value for key, value in (cut.custom or {}).items() if key not in SHAR_NOTES}

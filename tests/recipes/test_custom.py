@@ -1,11 +1,14 @@
 import json
+import math
 import os
+import re
 
 import numpy as np
 import pytest
 import soundfile
 from lhotse import CutSet
 from lhotse.shar import SharWriter
+from lhotse.utils import fastcopy
 
 from asr.data.corpus import write_prepared
 from asr.data.cuts import load_audio, load_cuts, make_cut, unreadable_reason
@@ -62,6 +65,42 @@ def test_faults_in_tables_name_file_and_line(wavs):
     table.write_text("audio\ttext\tstart\nwavs/u0.wav\tONE\tsoon\n")
     with pytest.raises(ValueError, match=r"data\.tsv, line 2: start and duration"):
         read(table)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("t.tsv", "audio\ttext\n", r"line 1: a header with nothing below it; add a line"),
+        ("t.tsv", "audio\ttext\tstart\nwavs/u0.wav\tA\tnan\n", r"line 2: start and duration .*'nan'; write a f"),
+        ("t.tsv", "audio\ttext\tduration\nwavs/u0.wav\tA\tinf\n", r"line 2: start and duration .*'inf'; write a f"),
+        ("t.tsv", "id\taudio\ttext\na\rb\twavs/u0.wav\tA\n", r"line 2: the id 'a\\rb' holds a tab or a line.*rename"),
+        ("t.jsonl", '{"audio": "wavs/u0.wav", "text": "A", "start": NaN}', r"line 1: start and duration .*nan; write"),
+        ("t.json", '{"audio_filepath": "wavs/u0.wav", "duration": Infinity}', r"line 1: start and duration .*inf; w"),
+        ("t.json", f'{{"audio_filepath": "wavs/u0.wav", "duration": 1{"0" * 400}}}', r"line 1: start and duration"),
+        ("t.jsonl", '{"audio": "wavs/u0.wav", "text": "A", "id": "a\\tb"}', r"line 1: the id 'a\\tb' .*rename it"),
+        ("t.jsonl", '{"audio": "wavs/u0.wav", "text": "A", "id": "a\\nb"}', r"line 1: the id 'a\\nb' .*rename it"),
+    ],
+)  # fmt: skip
+def test_what_no_corpus_can_mean_names_file_and_line(wavs, name, text, message):
+    (wavs / name).write_bytes(text.encode())
+    with pytest.raises(ValueError, match=rf"{re.escape(name)}, {message}"):
+        read(wavs / name)
+
+
+def test_times_and_ids_of_manifests_are_checked_too(wavs):
+    good = make_cut("c0", wavs / "wavs" / "u0.wav", "ONE")
+    for change, message in (
+        ({"start": math.nan}, r"line 2: start and duration .*nan"),
+        ({"duration": math.inf}, r"line 2: start and duration .*inf"),
+        ({"id": "a\tb"}, r"line 2: the id 'a\\tb'"),
+    ):
+        lines = [json.dumps(cut.to_dict()) for cut in (good, fastcopy(good, **change))]
+        (wavs / "cuts.jsonl").write_text("\n".join(lines))
+        with pytest.raises(ValueError, match=rf"cuts\.jsonl, {message}"):
+            read(wavs / "cuts.jsonl")
+    folder = kaldi(wavs / "k", wav_scp="r0 ../wavs/u0.wav\n", text="s0 A\n", segments="s0 r0 nan 0.2\n")
+    with pytest.raises(ValueError, match=r"segments, 's0': start and duration .*'nan'"):
+        read(folder)
 
 
 def test_json_lines_and_nemo(wavs):
