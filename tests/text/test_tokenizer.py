@@ -1,3 +1,4 @@
+import json
 import pickle
 from pathlib import Path
 
@@ -244,6 +245,28 @@ def test_changed_or_missing_files_are_refused(tmp_path):
         load_tokenizer(tmp_path)
     with pytest.raises(ValueError, match="no tokenizer's state"):
         tokenizer_from_state({"weights": 1})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_changed_table_or_setting_is_found_out(kind, tmp_path):
+    def write(tokens):
+        lines = "".join(f"{token} {index}\n" for index, token in enumerate(tokens))
+        (tmp_path / "tokens.txt").write_text(lines, encoding="utf-8")
+
+    tokenizer = train_tokenizer(TEXTS, kind)
+    tokenizer.save(tmp_path)
+    *others, before_last, last = tokenizer.tokens
+    for tokens in ([*others, last, before_last], [*others, before_last, "another"], [*others, before_last]):
+        write(tokens)
+        with pytest.raises(ValueError, match="do not belong together"):
+            load_tokenizer(tmp_path)
+    write(tokenizer.tokens)
+    assert load_tokenizer(tmp_path).hash == tokenizer.hash
+    stored = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
+    for change in ({"normaliser": {**stored["normaliser"], "case": "lower"}}, {"hash": "0" * 64}):
+        (tmp_path / "tokenizer.json").write_text(json.dumps(stored | change), encoding="utf-8")
+        with pytest.raises(ValueError, match="do not belong together"):
+            load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("name", KINDS)
