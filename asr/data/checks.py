@@ -268,8 +268,8 @@ def _mapping_over(num_jobs: int) -> Iterator[Callable[[list[Cut]], Iterable[tupl
 class AudioJournal:
     """Which audio was read without a fault, in a file, so that checks that were interrupted go on where they were.
 
-    A cut is known by its id, its part of the recording, and path, size and time of change of the audio file. Without a
-    path nothing is known or noted.
+    A cut is known by its id, its part of the recording, what its manifest says of channel and rate, and path, size and
+    time of change of the audio file. Without a path nothing is known or noted.
     """
 
     def __init__(self, path: Path | None = None):
@@ -292,14 +292,16 @@ class AudioJournal:
 
     @staticmethod
     def _key(cut: Cut) -> str | None:
+        described: list[tuple] = [(cut.id,)]
         try:
-            parts = [
-                (part.start, part.duration, audio_path(part), os.stat(audio_path(part))) for part in simple_parts(cut)
-            ]
+            for part in simple_parts(cut):
+                path = audio_path(part)
+                file = os.stat(path)
+                stated = (part.start, part.duration, part.channel, source_sampling_rate(part))
+                described.append((*stated, path, file.st_size, file.st_mtime_ns))
         except OSError:
             return None
-        described = [(start, duration, path, file.st_size, file.st_mtime_ns) for start, duration, path, file in parts]
-        return hashlib.sha256(repr((cut.id, described)).encode()).hexdigest()[:24]
+        return hashlib.sha256(repr(described).encode()).hexdigest()[:24]
 
 
 def _with_problem(item: _Checked, problem: tuple[str, str]) -> _Checked:

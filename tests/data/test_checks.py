@@ -1,3 +1,5 @@
+import os
+import shutil
 import struct
 from itertools import pairwise
 
@@ -7,7 +9,7 @@ import soundfile
 from lhotse import SupervisionSegment
 from lhotse.utils import fastcopy
 
-from asr.data.checks import check_cuts
+from asr.data.checks import AudioJournal, check_cuts, iterate_checked
 from asr.data.cuts import load_audio, make_cut, unreadable_reason
 from asr.data.filters import count_reasons, duration_rules, feasibility_rule, filter_cuts
 
@@ -168,6 +170,64 @@ def test_the_rate_of_every_file_of_a_mixed_cut_is_compared(wav, tmp_path):
     soundfile.write(noise, NOISE, 8000)
     _, (rejected,) = check_cuts([mixed], "train")
     assert rejected.id == "a" and rejected.detail == f"16000 Hz by its manifest, 8000 Hz in {noise}"
+
+
+def remembered(journal, *cuts):
+    """A journal of these cuts, as the next preparation opens it."""
+    first = AudioJournal(journal)
+    for cut in cuts:
+        first.note(cut)
+    first.flush()
+    return AudioJournal(journal)
+
+
+def test_the_journal_knows_a_cut_by_its_part_of_a_file(wav, tmp_path):
+    cut, copy = make_cut("a", wav, "A", start=0.5, duration=1.0), tmp_path / "copy.wav"
+    shutil.copy2(wav, copy)  # with its time of change
+    stereo = fastcopy(cut.recording, channel_ids=[0, 1], sources=[fastcopy(cut.recording.sources[0], channels=[0, 1])])
+    noise = make_cut("n", copy, None).drop_supervisions()
+    known = remembered(tmp_path / "journal", cut)
+    assert known.knows(make_cut("a", wav, "ANOTHER TEXT", start=0.5, duration=1.0))
+    for other in (
+        fastcopy(cut, id="b"),
+        fastcopy(cut, start=0.25),
+        fastcopy(cut, duration=0.75),
+        fastcopy(cut, recording=stereo, channel=1),
+        fastcopy(cut, recording=fastcopy(cut.recording, sampling_rate=8000)),
+        make_cut("a", copy, "A", start=0.5, duration=1.0),
+        cut.mix(noise, preserve_id="left"),
+    ):
+        assert not known.knows(other)
+    assert not remembered(None, cut).knows(cut)
+
+
+@pytest.mark.parametrize("which", ["speech", "noise"])
+@pytest.mark.parametrize("change", ["size", "time", "gone"])
+def test_the_journal_forgets_a_file_that_has_changed(wav, tmp_path, which, change):
+    files = {"speech": wav, "noise": tmp_path / "noise.wav"}
+    shutil.copy2(wav, files["noise"])
+    cut = make_cut("a", wav, "A").mix(make_cut("n", files["noise"], None).drop_supervisions(), preserve_id="left")
+    known = remembered(tmp_path / "journal", cut)
+    assert known.knows(cut)
+    path, before = files[which], files[which].stat()
+    if change == "gone":
+        path.unlink()
+    elif change == "size":
+        path.write_bytes(path.read_bytes()[:-2])
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    else:
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1_000_000_000))
+    assert not known.knows(cut)
+
+
+def test_the_journal_holds_no_audio_that_was_refused(wav, tmp_path):
+    soundfile.write(tmp_path / "nan.wav", np.full(16000, np.nan), 16000, subtype="FLOAT")
+    cuts = [make_cut("good", wav, "A"), make_cut("nan", tmp_path / "nan.wav", "A")]
+    for _ in range(2):
+        journal = AudioJournal(tmp_path / "journal")
+        found = list(iterate_checked(cuts, "train", journal=journal))
+        assert found[0].id == "good" and found[1].reason == "non-finite samples"
+    assert AudioJournal(tmp_path / "journal").knows(cuts[0])
 
 
 def test_duplicate_ids_train_once_and_are_scored_twice(wav):
