@@ -68,6 +68,11 @@ def train_faults(settings: TrainSettings) -> list[str]:
         )
     if data.corpus.get("train", "found by the recipe") is None:
         faults.append("data.train: give your training data, as in data=custom data.train=my.tsv")
+    faults += [
+        f"data.{split}={path}: unused by data={data.name}, whose data.corpus does not take it; data=custom takes a path"
+        for split, path in (("train", data.train), ("dev", data.dev), ("test", data.test))
+        if path is not None and data.corpus.get(split) != path
+    ]
     return faults + _part_faults(settings) + _search_faults(settings) + _device_faults(settings.device)
 
 
