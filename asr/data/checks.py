@@ -42,6 +42,7 @@ from asr.data.cuts import (
     SAMPLE_RATE,
     AudioError,
     Rejection,
+    audio_identity,
     audio_path,
     load_audio,
     simple_parts,
@@ -268,8 +269,8 @@ def _mapping_over(num_jobs: int) -> Iterator[Callable[[list[Cut]], Iterable[tupl
 class AudioJournal:
     """Which audio was read without a fault, in a file, so that checks that were interrupted go on where they were.
 
-    A cut is known by its id, its part of the recording, what its manifest says of channel and rate, and path, size and
-    time of change of the audio file. Without a path nothing is known or noted.
+    A cut is known by its id, by what its manifest says of its audio, and by size and time of change of the files.
+    Without a path nothing is known or noted.
     """
 
     def __init__(self, path: Path | None = None):
@@ -292,16 +293,12 @@ class AudioJournal:
 
     @staticmethod
     def _key(cut: Cut) -> str | None:
-        described: list[tuple] = [(cut.id,)]
         try:
-            for part in simple_parts(cut):
-                path = audio_path(part)
-                file = os.stat(path)
-                stated = (part.start, part.duration, part.channel, source_sampling_rate(part))
-                described.append((*stated, path, file.st_size, file.st_mtime_ns))
+            files = [os.stat(audio_path(part)) for part in simple_parts(cut)]
         except OSError:
             return None
-        return hashlib.sha256(repr(described).encode()).hexdigest()[:24]
+        stamps = [(file.st_size, file.st_mtime_ns) for file in files]
+        return hashlib.sha256(repr((cut.id, audio_identity(cut), stamps)).encode()).hexdigest()[:24]
 
 
 def _with_problem(item: _Checked, problem: tuple[str, str]) -> _Checked:

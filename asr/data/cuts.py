@@ -20,7 +20,7 @@ import numpy as np
 import soundfile
 from lhotse import AudioSource, CutSet, MonoCut, Recording, SupervisionSegment
 from lhotse.audio.backend import LibsndfileBackend, set_current_audio_backend
-from lhotse.cut import Cut, MixedCut
+from lhotse.cut import Cut, MixedCut, PaddingCut
 from lhotse.serialization import deserialize_item
 from lhotse.utils import fastcopy
 
@@ -227,7 +227,7 @@ def load_audio(cut: Cut) -> np.ndarray:
     Raises AudioError (a ValueError) naming the id and the path when the audio is missing, damaged, empty or not finite:
     of a mixed cut the path that is to blame, such as that of the noise.
     """
-    where = f"Utterance {cut.id!r} ({audio_path(cut) or 'no audio file'})"
+    where = _named(cut, audio_path(cut))
     if reason := unreadable_reason(cut):
         raise AudioError(f"{where} is marked unreadable: {reason}", reason, str((cut.custom or {}).get("detail", "")))
     try:
@@ -250,8 +250,12 @@ def load_audio(cut: Cut) -> np.ndarray:
 
 def _audio_error(cut: Cut, path: str, reason: str, detail: str) -> AudioError:
     """The error of a cut for what is wrong with the file at `path`; the detail names it where it is not the first."""
-    message = f"Utterance {cut.id!r} ({path or 'no audio file'}): {reason}: {detail}"
-    return AudioError(message, reason, detail if path == audio_path(cut) else f"{path}: {detail}")
+    told = detail if path == audio_path(cut) else f"{path}: {detail}"
+    return AudioError(f"{_named(cut, path)}: {reason}: {detail}", reason, told)
+
+
+def _named(cut: Cut, path: str) -> str:
+    return f"Utterance {cut.id!r} ({path or 'no audio file'})"
 
 
 def _is_missing(path: str) -> bool:
@@ -288,6 +292,16 @@ def audio_path(cut: Cut) -> str:
                 if source.type in ("file", "url"):
                     return str(source.source)
     return ""
+
+
+def audio_identity(cut: Cut) -> tuple:
+    """All that decides the samples of a cut: which channels of which files, from where, how changed and how mixed."""
+    if isinstance(cut, MixedCut):
+        tracks = [(track.offset, track.snr, track.mute, audio_identity(track.cut)) for track in cut.tracks]
+        return (tracks, [transform.to_dict() for transform in cut.transforms or []])
+    if isinstance(cut, PaddingCut):
+        return (cut.duration,)
+    return (cut.start, cut.duration, cut.channel, cut.recording.to_dict() if cut.has_recording else None)
 
 
 def source_sampling_rate(cut: Cut) -> int:

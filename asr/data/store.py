@@ -9,8 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from lhotse.cut import Cut, MixedCut, PaddingCut
+from lhotse.cut import Cut
 from torch import Tensor
+
+from asr.data.cuts import audio_identity
 
 
 class FeatureStore:
@@ -37,7 +39,7 @@ class FeatureStore:
         return torch.from_numpy(stored.astype(np.float32))
 
     def _path(self, cut: Cut) -> Path:
-        name = hashlib.sha256(repr((cut.id, _audio_of(cut))).encode()).hexdigest()[:32]
+        name = hashlib.sha256(repr((cut.id, audio_identity(cut))).encode()).hexdigest()[:32]
         return self.folder / name[:2] / f"{name}.npy"
 
     @staticmethod
@@ -47,13 +49,3 @@ class FeatureStore:
         partial = path.with_name(f"{path.stem}.partial-{os.getpid()}.npy")
         np.save(partial, features)
         partial.replace(path)
-
-
-def _audio_of(cut: Cut) -> tuple:
-    """All that decides the samples of a cut: which channels of which files, from where, how changed and how mixed."""
-    if isinstance(cut, MixedCut):
-        tracks = [(track.offset, track.snr, track.mute, _audio_of(track.cut)) for track in cut.tracks]
-        return (tracks, [transform.to_dict() for transform in cut.transforms or []])
-    if isinstance(cut, PaddingCut):
-        return (cut.duration,)
-    return (cut.start, cut.duration, cut.channel, cut.recording.to_dict() if cut.has_recording else None)
